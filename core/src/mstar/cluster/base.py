@@ -1,0 +1,80 @@
+"""How workers are started and reached."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mstar.spec.deployment import Deployment
+from mstar.spec.request import Cancel, EngineRequest, Event, Push
+
+__all__ = ["Executor", "Phase", "WorkerConfig"]
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker stands. *name*: ``starting``, ``weights``, ``warmup``, ``ready``, ``draining``, ``failed``, ``stopped``.
+
+    :param progress: 0…1 within the phase, or ``None``. :param detail: a sentence for people.
+    """
+
+    name: str
+    progress: float | None = None
+    detail: str = ""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a worker process needs to build its model; picklable plain data.
+
+    :param weights: resolved local folder, or ``None`` for a model without weights.
+    :param extra_plugins: names of modules to register beside the installed plugins.
+    """
+
+    key: str
+    weights: str | None
+    deployment: Deployment
+    extra_plugins: tuple[str, ...] = ()
+
+
+class Executor(abc.ABC):
+    """Starts one model's worker(s) and carries requests to them and events back.
+
+    :param sink: called on the event loop that :meth:`start` ran on, with the events of one or more steps in order.
+    :param on_phase: called on the same loop whenever the worker's phase changes.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        sink: Callable[[Sequence[Event]], None],
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+    ):
+        self.config, self.sink, self.on_phase = config, sink, on_phase
+        self.phase = Phase(name="starting")
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Start and return when the worker is ready. Raises :class:`~mstar.spec.errors.SetupError` when it cannot be."""
+
+    @abc.abstractmethod
+    def submit(self, request: EngineRequest) -> None: ...
+
+    @abc.abstractmethod
+    def push(self, push: Push) -> None: ...
+
+    @abc.abstractmethod
+    def cancel(self, cancel: Cancel) -> None: ...
+
+    @abc.abstractmethod
+    def ack(self, request: str, stream: str, items: int) -> None:
+        """The client has taken *items* emissions of *stream*: the worker may produce as many more (back-pressure)."""
+
+    @abc.abstractmethod
+    async def status(self) -> Mapping[str, Any]:
+        """Pools' usage, queue length, steps run…: plain data for ``/health`` and tests."""
+
+    @abc.abstractmethod
+    async def stop(self) -> None:
+        """End the worker at once. Requests still running get ``Failed`` with code ``shutting_down``."""

@@ -1,0 +1,1 @@
+"""Runs one batch of one entry."""

@@ -1,0 +1,1 @@
+"""Walks at run time: routing of values, loops and streams."""

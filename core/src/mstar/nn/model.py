@@ -1,0 +1,94 @@
+"""The worker side of a family: graph, resources, routes and nodes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mstar.nn.node import Node
+from mstar.spec.graph import Graph
+from mstar.spec.request import EngineRequest
+from mstar.spec.resources import ResourceSpec
+
+__all__ = ["BuildContext", "Demand", "Model", "Outcome", "Run"]
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a model is built from.
+
+    :param weights: local folder in the published layout; ``None`` for a model without weights.
+    :param model_kwargs: the deployment file's ``model_kwargs``.
+    """
+
+    weights: Path | None
+    dtype: torch.dtype
+    device: torch.device
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A route's answer to "what next": a walk, and the values whose contents the route wants to see afterwards."""
+
+    walk: str
+    signals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a walk came to. *reason*: why its outermost loop ended (``done`` without one). *signals*: as lists/scalars."""
+
+    walk: str
+    reason: str
+    signals: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most that a request will ever hold of one resource in one context: *tokens* for token-indexed resources,
+    ignored by slot resources."""
+
+    resource: str
+    context: str = "main"
+    tokens: int = 0
+
+
+class Model(abc.ABC):
+    """One model of a family. Cheap to construct: reads config files, builds no module, loads no tensor."""
+
+    def __init__(self, context: BuildContext):
+        self.context = context
+
+    @abc.abstractmethod
+    def graph(self) -> Graph: ...
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {}
+
+    @abc.abstractmethod
+    def build(self, node: str) -> Node:
+        """The node's module. Called under ``torch.device("meta")`` when the family loads weights by name (see
+        :mod:`mstar.weights.loader`); modules of models without weights create their own tensors."""
+
+    def weights(self, node: str) -> Any:
+        """The node's :class:`mstar.weights.names.WeightMap`: published tensor names → parameters. ``None``: the node has
+        no published weights."""
+        return None
+
+    def demand(self, request: EngineRequest) -> Iterable[Demand]:
+        """Worst-case needs, from which requests are admitted: a request starts only when all of it can be reserved, so
+        that a started request never waits for memory that another started request holds (no deadlock, no preemption).
+        Slot resources that the graph's calls use are added by the engine; name those that count tokens."""
+        return ()
+
+    def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
+        """What the partition does for this request. The default runs its walks in the order written."""
+        spec = next(p for p in self.graph().partitions if p.name == partition)
+        for walk in spec.walks:
+            yield Run(walk)

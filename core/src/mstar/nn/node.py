@@ -1,0 +1,72 @@
+"""The contract between the engine and a node's module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Node", "Packed", "Sampled", "Step"]
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step of one entry looks like: its rows and the resources' views. Passed to the node first.
+
+    :param lengths: items of each row along the packed inputs in this step (1 for rows without a packed input).
+    :param offsets: int64 ``[rows + 1]``: where each row begins along a packed input.
+    :param last: int64 ``[rows]``: index of each row's last item along a packed input.
+    :param complete: per row, whether the row's call ends with this step; other rows are chunks whose non-packed outputs
+        are discarded (compute them anyway: shapes stay regular).
+    :param views: resource name → that resource's view of this step.
+    """
+
+    lengths: Sequence[int]
+    offsets: Tensor
+    last: Tensor
+    complete: Sequence[bool]
+    views: Mapping[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, resource: str) -> Any:
+        return self.views[resource]
+
+
+@dataclass(slots=True)
+class Packed:
+    """A packed output whose rows' lengths differ from the input's. ``data`` is ``[sum(lengths), ...]``."""
+
+    data: Tensor
+    lengths: Sequence[int]
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a sampler returns: token ids int64 ``[rows]`` and, for rows that asked, their log-probabilities.
+
+    Return it from an entry under a stacked int64 port; the engine uses the ids as the value and passes the
+    log-probabilities on with what the port emits.
+    """
+
+    ids: Tensor
+    logprobs: Sequence[Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Node(nn.Module):
+    """Base of all nodes. An entry is a method ``(step, **inputs) -> dict`` of outputs by port name.
+
+    A node is pure until its step is committed: it writes per-request state only through the views in ``step`` and keeps
+    nothing about a request on itself, so that a failed step can be repeated with fewer rows (promise P7).
+    """
+
+    def forward(self, step: Step, **inputs: Any) -> Mapping[str, Any]:
+        raise NotImplementedError(f"{type(self).__name__} has no entry 'forward'")

@@ -1,0 +1,1 @@
+"""Graphs that repeat between families, with a few parameters each."""

@@ -1,0 +1,1 @@
+"""Per-request device state and the pools behind it. See :mod:`mstar.resources.base` for the contract."""

@@ -1,0 +1,131 @@
+"""The life of per-request device state.
+
+``reserve`` (admission) → ``open`` → per step ``plan`` → the node uses the view → ``commit`` or ``rollback`` → ``close``.
+
+*Owners.* State belongs to an owner: a pair (request id or session key, context name). *Units* are what a resource counts:
+pages, slots.
+
+*Purity.* Between ``plan`` and ``commit`` nothing that a repeated ``plan`` + forward would read may change: a KV pool
+writes past the committed length, a recurrent state stages its writes and applies them at ``commit``, a sampler derives its
+randomness from (seed, draws so far). That makes a failed step repeatable with fewer rows (promise P7).
+
+This module imports no torch: schedulers and tests use it bare.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mstar.spec.errors import MstarError
+from mstar.spec.request import EngineRequest
+
+__all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "Usage"]
+
+
+class IntegrityError(MstarError):
+    """A pool's books do not balance: something leaked or was freed twice."""
+
+
+class Owner(NamedTuple):
+    """Whose state it is. *key*: request id, or ``session:NAME``; *context*: ``"main"``, ``"uncond"``…"""
+
+    key: str
+    context: str = "main"
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's share of a step.
+
+    :param length: tokens (items of the packed inputs) in this step. :param complete: its call ends with this step.
+    :param ids: the tokens' ids if the host knows them and the entry's chunk port holds integers.
+    :param frozen: this step reads state without advancing it.
+    """
+
+    owner: Owner
+    length: int = 1
+    complete: bool = True
+    ids: Sequence[int] | None = None
+
+
+class Usage(NamedTuple):
+    """Units in use and units in all; ``cached`` of the free ones hold reusable content."""
+
+    used: int
+    total: int
+    cached: int = 0
+
+
+@dataclass(frozen=True)
+class ResourceContext:
+    """What a resource is built from. *device* and *dtype* are torch objects; *max_owners* is the most contexts that may
+    be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes."""
+
+    device: Any
+    dtype: Any
+    max_owners: int
+    memory: int | None = None
+    attention_backends: Sequence[Any] = ()
+
+
+class Resource(abc.ABC):
+    """A pool and the per-owner state in it. Subclasses say in their docstring what their view offers a node."""
+
+    kind: str = ""
+
+    def __init__(self, name: str, spec: Any, context: ResourceContext):
+        self.name, self.spec, self.context = name, spec, context
+
+    # --- admission ------------------------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def units(self, tokens: int) -> int:
+        """Units that a context of up to *tokens* tokens needs at most (1 for slot resources)."""
+
+    @abc.abstractmethod
+    def capacity(self) -> int:
+        """Units in all."""
+
+    @abc.abstractmethod
+    def reserve(self, owner: Owner, units: int) -> bool:
+        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on failure."""
+
+    @abc.abstractmethod
+    def open(self, owner: Owner, request: EngineRequest) -> None:
+        """Begin *owner*'s state within its reservation. An owner that is open already (a session) goes on."""
+
+    @abc.abstractmethod
+    def close(self, owner: Owner) -> None:
+        """Free everything of *owner*: state and reservation. Closing an unknown owner is an error."""
+
+    # --- prefix reuse -----------------------------------------------------------------------------------------------
+    def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
+        """How many of *ids*, from the first, need not be computed for this fresh owner. ``None``: no opinion (the
+        resource can start anywhere); 0: everything must be computed."""
+        return 0
+
+    def skip(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> None:
+        """Take over the state after *ids* (no longer than what :meth:`match` answered)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot skip")
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def plan(self, rows: Sequence[Row], frozen: bool = False) -> Any:
+        """Prepare a step over *rows* on the host and return the view that the node will use. *frozen*: see
+        :class:`mstar.spec.graph.Entry`."""
+
+    def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        """The step succeeded: its state is now *rows*' state."""
+
+    def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        """The step failed: forget it."""
+
+    # --- books ----------------------------------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def usage(self) -> Usage: ...
+
+    @abc.abstractmethod
+    def check(self, owners: Sequence[Owner]) -> None:
+        """Raise :class:`IntegrityError` unless exactly *owners* are open and every unit is accounted for."""

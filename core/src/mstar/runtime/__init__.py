@@ -1,0 +1,1 @@
+"""One served model, from task to deltas; the offline API."""

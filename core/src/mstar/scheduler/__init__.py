@@ -1,0 +1,1 @@
+"""Which ready work runs next, as which batch. No torch."""

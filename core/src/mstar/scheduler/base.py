@@ -1,0 +1,89 @@
+"""The scheduler's contract. Plain data in, plain data out; no torch.
+
+The worker tells the scheduler what is waiting and what is ready; the scheduler answers with which requests may start and
+with the next batch. It never looks inside a request.
+
+Cost: ``start`` and ``next`` may cost time proportional to what they return, never to what is waiting (promise P9).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Batch", "Item", "Scheduler", "Ticket"]
+
+Verdict = Literal["yes", "wait"]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A request that waits for admission. *arrival* in seconds on the worker's monotonic clock."""
+
+    request: str
+    tenant: str = ""
+    priority: int = 0
+    arrival: float = 0.0
+    payload: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A call that is ready to run for one request.
+
+    :param group: items of one group may share a step: (node, entry, shape key). :param tokens: length along the packed
+        inputs still to run (1 for calls without). :param chunkable: may be cut into several steps.
+    :param decode: a step of a loop that is already running for this request: it goes before new work.
+    :param deadline: monotonic seconds by which the result should be there (playback), or ``None``.
+    """
+
+    request: str
+    group: tuple[Any, ...]
+    tokens: int = 1
+    chunkable: bool = False
+    decode: bool = False
+    deadline: float | None = None
+    priority: int = 0
+    payload: Any = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: items of one group and how many tokens of each. Decodes first, then by arrival."""
+
+    group: tuple[Any, ...]
+    items: list[Item] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class Scheduler(abc.ABC):
+    """A scheduling policy."""
+
+    @abc.abstractmethod
+    def submit(self, ticket: Ticket) -> None:
+        """Queue a request. Raises :class:`mstar.spec.errors.TooBusy` (with ``retry_after``) when the queue is full."""
+
+    @abc.abstractmethod
+    def start(self, admit: Callable[[Ticket], bool]) -> Sequence[Ticket]:
+        """The requests that start now. *admit* tries to reserve everything that a request needs; when it says no, the
+        request stays first in its line, so that a large request is not starved by small ones behind it."""
+
+    @abc.abstractmethod
+    def ready(self, item: Item) -> None:
+        """*item* may run. After a step that leaves part of a call undone, the worker hands the item in again."""
+
+    @abc.abstractmethod
+    def forget(self, request: str) -> Ticket | None:
+        """The request ended: drop its ticket (returned if it was still waiting) and all of its ready items."""
+
+    @abc.abstractmethod
+    def next(self, now: float) -> Batch | None:
+        """The next step's batch, removed from the ready items; ``None`` when nothing is ready."""
+
+    @property
+    @abc.abstractmethod
+    def waiting(self) -> int:
+        """Requests that wait for admission."""

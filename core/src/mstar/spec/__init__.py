@@ -1,0 +1,1 @@
+"""What a family declares: plain data, no torch."""

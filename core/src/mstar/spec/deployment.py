@@ -1,0 +1,81 @@
+"""The deployment file: how one model is served. Typed YAML; unknown keys are refused with the nearest known one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mstar.spec.errors import SetupError, nearest
+
+__all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SchedulerOptions(_Section):
+    """How work is chosen. *policy*: a name registered through ``mstar_schedulers``."""
+
+    policy: str = "default"
+    max_step_tokens: int = Field(512, ge=1, description="Most tokens of one step, prefill chunks and decodes together.")
+    max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
+    max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
+    fairness: Literal["fifo", "tenant"] = "tenant"
+
+
+class EngineOptions(_Section):
+    """How steps are run. *runner*: a name registered through ``mstar_engines``."""
+
+    runner: str = "eager"
+    attention: str | None = Field(None, description="Force an attention backend by name.")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores.")
+    idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
+
+
+class Deployment(_Section):
+    """One model's deployment. Its defaults come from the family's package."""
+
+    model: str
+    weights: str | None = Field(None, description="Folder in the published layout, or HUB_ID[@REVISION].")
+    placement: dict[str, list[int]] = Field(default_factory=dict)
+    resources: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_concurrent_requests: int = Field(32, ge=1)
+    max_sessions: int = Field(8, ge=0)
+    session_ttl_s: float = Field(600.0, gt=0)
+    engine: EngineOptions = EngineOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    executor: str = "processes"
+    device: str | None = Field(None, description="cpu, cuda or cuda:N; default: cuda when there is one.")
+    dtype: str | None = Field(None, description="float32, bfloat16 or float16; default: what the device runs best.")
+    request_timeout_s: float | None = Field(None, gt=0)
+
+
+def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
+    """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment."""
+    merged: dict[str, Any] = {"model": model}
+    for layer in layers:
+        _merge(merged, layer or {})
+    try:
+        return Deployment.model_validate(merged)
+    except ValidationError as error:
+        raise SetupError("deployment: " + "; ".join(_fault(e) for e in error.errors(include_url=False))) from None
+
+
+def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            into[key] = dict(into[key])
+            _merge(into[key], value)
+        elif value is not None:
+            into[key] = value
+
+
+def _fault(error: Any) -> str:
+    path = ".".join(str(p) for p in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{path}: {error['msg']} (got {error['input']!r})"
+    section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
+    return f"{path}: unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

@@ -1,0 +1,92 @@
+"""Errors that a person will read.
+
+Every error that M* raises on purpose derives from :class:`MstarError`; what reaches a client derives from
+:class:`RequestError`, which knows its HTTP status and the field at fault. Anything else is a bug and is reported as one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "GraphError",
+    "MstarError",
+    "NotReady",
+    "PluginError",
+    "RequestError",
+    "SetupError",
+    "TooBusy",
+    "WeightsError",
+    "nearest",
+]
+
+
+class MstarError(Exception):
+    """Base of all deliberate errors. ``str(error)`` says what happened and what to do."""
+
+
+class SetupError(MstarError):
+    """The operator must change something (a setting, a file, an install) before the server can start."""
+
+
+class GraphError(SetupError):
+    """A model's graph is wrong. Lists every fault found, one a line (promise P2)."""
+
+    def __init__(self, model: str, faults: Iterable[str]):
+        self.faults = tuple(faults)
+        super().__init__(f"the graph of {model!r} has {len(self.faults)} fault(s):\n  " + "\n  ".join(self.faults))
+
+
+class WeightsError(SetupError):
+    """Weights are missing, damaged, or do not match the model (promise P11)."""
+
+
+class PluginError(SetupError):
+    """A plugin could not be used. Names the plugin, its version, the reason and the remedy."""
+
+
+class RequestError(MstarError):
+    """A request cannot be served as asked.
+
+    :param param: the field at fault, as the client spelled it (``"temperature"``, ``"messages[1].content"``).
+    :param code: a stable machine-readable word (``"invalid_value"``, ``"context_length_exceeded"``…).
+    :param status: HTTP status that an HTTP front end should answer with.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+        type: str = "invalid_request_error",  # noqa: A002 - the name of the field in OpenAI's error object
+    ):
+        super().__init__(message)
+        self.message, self.param, self.code, self.status, self.type = message, param, code, status, type
+
+
+class TooBusy(RequestError):
+    """The queue is full. ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0):
+        super().__init__(message, code="queue_full", status=429, type="rate_limit_error")
+        self.retry_after = retry_after
+
+
+class NotReady(RequestError):
+    """The model is loading, draining or has failed."""
+
+    def __init__(self, message: str, *, retry_after: float = 5.0):
+        super().__init__(message, code="not_ready", status=503, type="server_error")
+        self.retry_after = retry_after
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known word nearest to *word*, else a list of the known ones, else ``""``."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else ""

@@ -1,0 +1,342 @@
+"""What a model's dataflow looks like: nodes, walks, partitions and streams, as plain data.
+
+A :class:`Graph` is written once per model and never holds a tensor. :mod:`mstar.spec.check` proves it sound when the
+model is registered or started; :mod:`mstar.graph` runs it.
+
+Vocabulary
+----------
+*node*
+    One unit of compute (an ``nn.Module``) with one or more *entries*, the ways to call it.
+*walk*
+    A tree of :class:`Call`, :class:`Seq`, :class:`Par` and :class:`Loop`. Calls read and write *values*: names in the
+    request's own namespace, which lives as long as the request and is shared by its partitions.
+*route*
+    A generator, one per partition, that decides which walk comes next. It runs between walks, never per token.
+*stream*
+    A bounded queue between two partitions, or between the client and a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "CLIENT",
+    "Call",
+    "Const",
+    "EndOf",
+    "Entry",
+    "Fixed",
+    "Graph",
+    "Index",
+    "Layout",
+    "Loop",
+    "NodeSpec",
+    "Par",
+    "Param",
+    "Partition",
+    "Port",
+    "Pull",
+    "Ramp",
+    "Seq",
+    "Source",
+    "Stop",
+    "Stream",
+    "Times",
+    "TokenStop",
+    "Walk",
+    "WhenTrue",
+    "Whole",
+]
+
+Layout = Literal["packed", "stacked", "list"]
+
+CLIENT = "client"
+"""The name of the client's end of a stream."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One named tensor going into or out of an entry.
+
+    :param dtype: a torch dtype's name (``"int64"``, ``"float32"``), or ``"model"`` for the deployment's dtype.
+    :param shape: the shape *of one request's* value; symbols (``"T"``, ``"C"``) stand for sizes known at run time.
+        A ``packed`` port's first dimension is the one along which requests are concatenated.
+    :param layout: how one step's rows are laid out for the node: ``packed`` ``[sum(T), ...]``, ``stacked``
+        ``[rows, ...]`` (all rows have one shape; rows of different shapes run in different steps), ``list`` a Python
+        list with one tensor a row.
+    :param optional: an input that a call may leave out (the node then receives ``None``).
+    """
+
+    name: str
+    dtype: str = "model"
+    shape: tuple[str | int, ...] = ("T",)
+    layout: Layout = "packed"
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way to call a node: the method's name, its ports and the resources it uses.
+
+    :param chunk: the packed input along which the scheduler may cut a call into several steps (chunked prefill).
+        Other packed inputs whose length equals the chunk port's are cut alongside. Outputs that are not packed are
+        taken from the last chunk; packed ones are joined.
+    :param resources: names of the resources whose views the node finds in ``step.views``.
+    :param frozen: those of *resources* that this entry reads but does not advance: its tokens see the cached context
+        and each other, and are forgotten after the step (a denoise pass over a prompt's KV).
+    :param prefix: a request's first call may skip the head of the chunk port that its resources already hold (prefix
+        cache). Needs an integer chunk port.
+    """
+
+    name: str = "forward"
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    chunk: str | None = None
+    resources: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    prefix: bool = False
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A node and its entries. Rows of one entry run in one step whatever walk they come from, so prefill and decode mix."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    max_rows: int | None = None
+    """The most rows of one step, if the node has a limit of its own."""
+
+    def entry(self, name: str) -> Entry:
+        return next(e for e in self.entries if e.name == name)
+
+
+# --- where a call's inputs come from -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Param:
+    """A request parameter (a knob after validation), delivered as one scalar per row. ``[rows]``."""
+
+    name: str
+    default: float | int | bool | None = None
+
+
+@dataclass(frozen=True)
+class Index:
+    """The iteration number, from 0, of the enclosing loop (``depth`` loops further out). int64 ``[rows]``."""
+
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Const:
+    """The same scalar for every row: tells one call of an entry from another (a guidance branch's flag)."""
+
+    value: float | int | bool
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The next chunk of a stream, cut by the stream's chunk policy. The call is ready when the chunk is complete.
+
+    :param at_end: what a pull finds when the stream has ended and is drained: ``stop`` ends the enclosing loop with
+        reason ``end_of_input`` without running its body again; ``pad`` delivers zeros of one item; ``empty`` delivers a
+        chunk of length 0.
+    :param optional: a pull that never waits: an empty chunk when nothing is there yet.
+    """
+
+    stream: str
+    at_end: Literal["stop", "pad", "empty"] = "stop"
+    optional: bool = False
+
+
+Source = str | Param | Index | Const | Pull
+
+
+# --- when a loop ends --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenStop:
+    """Ends on a stop token (reason ``stop``) or when the sampler's ``max_tokens`` are out (reason ``length``).
+
+    Judged before each iteration on the current token in *value*, so that a walk may sample its first token before the
+    loop. The stop ids, ``min_tokens`` and ``max_tokens`` are those of the request's sampling parameters for *sampler*.
+    """
+
+    value: str
+    sampler: str = "sampler"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Ends after so many iterations: a number or a request parameter. Reason ``done``."""
+
+    count: int | Param
+
+
+@dataclass(frozen=True)
+class WhenTrue:
+    """Ends after an iteration whose boolean value *value* is true. Reason ``done``."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class EndOf:
+    """Ends when the pulled stream has ended and is drained. Reason ``end_of_input``."""
+
+    stream: str
+
+
+Stop = TokenStop | Times | WhenTrue | EndOf
+
+
+# --- walks -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run one entry of one node for this request.
+
+    :param inputs: port name → source. A plain string is a value's name.
+    :param outputs: port name → the value it becomes.
+    :param emit: port name → stream that its value is pushed to, every time the call completes.
+    :param context: which copy of the resources' per-request state the call uses: one request may hold several
+        (guidance branches ``"cond"`` and ``"uncond"``).
+    """
+
+    node: str
+    entry: str = "forward"
+    inputs: Mapping[str, Source] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    emit: Mapping[str, str] = field(default_factory=dict)
+    context: str = "main"
+
+
+@dataclass(frozen=True, init=False)
+class Seq:
+    """Run the parts one after the other."""
+
+    parts: tuple[Walk, ...]
+
+    def __init__(self, *parts: Walk):
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True, init=False)
+class Par:
+    """Run the parts side by side; done when all are. Calls of one entry share a step."""
+
+    parts: tuple[Walk, ...]
+
+    def __init__(self, *parts: Walk):
+        object.__setattr__(self, "parts", parts)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Repeat *body* until one of *until* holds. The engine iterates it without asking the route."""
+
+    body: Walk
+    until: Stop | tuple[Stop, ...]
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        return self.until if isinstance(self.until, tuple) else (self.until,)
+
+
+Walk = Call | Seq | Par | Loop
+
+
+# --- streams and partitions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Chunks of *size* items, preceded by up to *left* items of context already delivered (sliding window).
+
+    A short last chunk is delivered at the end of the stream (the flush).
+    """
+
+    size: int = 1
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """Chunks that grow: 1, 3, 8, 16, 25, 25…: first output early, throughput later. *left* as in :class:`Fixed`."""
+
+    sizes: tuple[int, ...] = (1, 3, 8, 16, 25)
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One chunk with everything, when the stream ends."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A bounded queue of items from *source* to *target* (partition names, or :data:`CLIENT`).
+
+    :param port: dtype and shape *of one item* (no leading length).
+    :param modality: for streams to or from the client: ``tokens``, ``text``, ``audio``, ``image``, ``video``,
+        ``action``, ``state``…; a renderer is chosen by it.
+    :param chunk: how the reader's pulls cut it. Ignored for streams to the client, which gets what was emitted, as
+        emitted.
+    :param capacity: items held before the writer must wait (back-pressure); context kept for *left* is not counted.
+    :param seconds_per_item: playback time of one item, if a person listens or watches: work that feeds the stream gets
+        a deadline from it.
+    :param max_items: the most items that one request may send in total (client streams; more is a 400).
+    """
+
+    name: str
+    source: str
+    target: str
+    port: Port = Port("item", "int64", (), "stacked")
+    modality: str = "tokens"
+    chunk: Fixed | Ramp | Whole = Fixed()
+    capacity: int = 4096
+    seconds_per_item: float | None = None
+    max_items: int | None = None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A part of a request that advances on its own. Its route may only yield *walks*; without a route of the model's
+    own, they run in the order written."""
+
+    name: str
+    walks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Everything about a model's dataflow.
+
+    :param inputs: values that a prepared request brings along (port per name). ``optional`` ones may be absent.
+    :param sessions: resources whose state a session keeps after its request ends.
+    """
+
+    nodes: tuple[NodeSpec, ...]
+    walks: Mapping[str, Walk]
+    partitions: tuple[Partition, ...]
+    streams: tuple[Stream, ...] = ()
+    inputs: tuple[Port, ...] = ()
+    sessions: tuple[str, ...] = ()
+
+    def node(self, name: str) -> NodeSpec:
+        return next(n for n in self.nodes if n.name == name)
+
+    def stream(self, name: str) -> Stream:
+        return next(s for s in self.streams if s.name == name)
+
+    def streams_from(self, end: str) -> Sequence[Stream]:
+        return [s for s in self.streams if s.source == end]
+
+    def streams_to(self, end: str) -> Sequence[Stream]:
+        return [s for s in self.streams if s.target == end]

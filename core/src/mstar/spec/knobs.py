@@ -1,0 +1,82 @@
+"""Knobs: the request parameters of a model, as pydantic models.
+
+One class per family says names, types, bounds, defaults and help. Validation, the error that names the nearest valid
+value, the OpenAPI schema, the docs table and the playground's form all come from it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from mstar.spec.errors import RequestError, nearest
+
+__all__ = ["Finite", "Knobs", "SamplingKnobs", "validate_knobs"]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not a boolean")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+Finite = Annotated[float, BeforeValidator(_finite)]
+
+
+class Knobs(BaseModel):
+    """Base of a family's knobs: unknown names are refused, values are never coerced silently."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class SamplingKnobs(Knobs):
+    """The knobs of every model that samples tokens. A family subclasses it to change defaults or bounds."""
+
+    temperature: Finite = Field(1.0, ge=0, le=100, description="0 is greedy; higher is more varied.")
+    top_p: Finite = Field(1.0, gt=0, le=1, description="Keep the most likely tokens that sum to this probability.")
+    top_k: int = Field(0, ge=0, description="Keep this many of the most likely tokens; 0 keeps all.", strict=True)
+    min_p: Finite = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: Finite = Field(1.0, gt=0, le=10, description="Above 1: tokens seen before get less likely.")
+    frequency_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers a token by how often it was generated.")
+    presence_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers tokens that were generated at all.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True)
+    max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate.", strict=True)
+    min_tokens: int = Field(0, ge=0, description="Do not stop before this many tokens.", strict=True)
+    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.", strict=True)
+
+
+K = TypeVar("K", bound="Knobs")
+
+
+def validate_knobs(cls: type[K], values: dict[str, Any], *, where: str = "") -> K:
+    """Build *cls* from *values*, or raise :class:`RequestError` that names the field, the fault and the nearest value.
+
+    :param where: prefix of field names in the error (``"model_kwargs."``).
+    """
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise RequestError(_explain(cls, name, first), param=where + name, code=_code(first)) from None
+
+
+def _code(fault: Any) -> str:
+    return "unknown_parameter" if fault["type"] == "extra_forbidden" else "invalid_value"
+
+
+def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
+    if fault["type"] == "extra_forbidden":
+        return f"unknown parameter {name!r}{nearest(name, cls.model_fields)}"
+    context = fault.get("ctx", {})
+    valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
+    message = f"{name!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}, got {str(fault['input'])[:80]!r}"
+    if valid is not None:
+        message += f"; the nearest valid value is {'just above ' if 'gt' in context else ''}{valid}"
+        if "lt" in context:
+            message = message.replace("value is ", "value is just below ")
+    return message

@@ -1,0 +1,114 @@
+"""The API side of a family: tasks in, prepared requests out; engine events in, deltas out. No weights, no device."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mstar.spec.model import ModelSpec
+from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
+from mstar.spec.tasks import Task
+
+__all__ = ["ArrayDelta", "AudioDelta", "Delta", "FramesDelta", "Prepared", "Processor", "ProcessorContext", "Renderer", "TextDelta"]
+
+
+@dataclass(frozen=True)
+class ProcessorContext:
+    """What a processor is built from. *weights* is the local folder in the published layout."""
+
+    spec: ModelSpec
+    weights: Path | None
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An engine request plus what the API side keeps to itself.
+
+    :param prompt_tokens: for usage. :param state: anything that the renderer needs.
+    """
+
+    request: EngineRequest
+    prompt_tokens: int = 0
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text. ``tokens`` are the ids that it came from (empty while text is held back for a stop string)."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class AudioDelta:
+    """float32 ``[samples]`` (mono) or ``[samples, channels]`` in -1…1 at *rate* Hz."""
+
+    samples: Any
+    rate: int
+    stream: str = "audio"
+
+
+@dataclass(frozen=True)
+class FramesDelta:
+    """uint8 ``[frames, H, W, 3]``: one image (``fps`` None) or frames of a video."""
+
+    frames: Any
+    fps: float | None = None
+    stream: str = "image"
+
+
+@dataclass(frozen=True)
+class ArrayDelta:
+    """Numbers for a program: actions, states, embeddings. *data* is a numpy array."""
+
+    data: Any
+    modality: str = "action"
+    stream: str = "action"
+
+
+Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta
+
+
+class Renderer(abc.ABC):
+    """Turns one request's events into deltas. One instance a request, called in order."""
+
+    #: set by :meth:`feed` when the answer is complete before the engine knows (a stop string): the caller then cancels
+    #: the request with this finish reason and feeds nothing more.
+    finished: str | None = None
+
+    @abc.abstractmethod
+    def feed(self, event: Emit) -> Iterable[Delta]:
+        """Deltas that *event* completes; possibly none."""
+
+    def finish(self, done: Done | None) -> Iterable[Delta]:
+        """What was held back, once the request has ended (``None``: ended by ``finished``)."""
+        return ()
+
+
+class Processor(abc.ABC):
+    """A family's API side. Methods are called from a thread pool: they may take time but must be thread-safe."""
+
+    def __init__(self, context: ProcessorContext):
+        self.context = context
+
+    @abc.abstractmethod
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        """Validate *task* and turn it into arrays. Raises :class:`~mstar.spec.errors.RequestError` for bad input."""
+
+    @abc.abstractmethod
+    def renderer(self, task: Task, prepared: Prepared) -> Renderer:
+        """A fresh renderer for one request."""
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.
+
+        The default passes arrays on as they are.
+        """
+        return Push(id=request_id, stream=stream, data=part, end=end)

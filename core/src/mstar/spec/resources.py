@@ -1,0 +1,134 @@
+"""What per-request device state a model needs, as plain data.
+
+A model's ``resources()`` returns ``{name: ResourceSpec}``. ``kind`` selects the implementation that a plugin registered
+through ``mstar_resources``; a deployment file may override any field under ``resources: {name: {field: value}}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+__all__ = ["CrossKV", "PagedKV", "Positions", "RaggedAttention", "RecurrentState", "ResourceSpec", "Sampler", "WindowKV"]
+
+
+@dataclass(frozen=True)
+class ResourceSpec:
+    """Base of all resource declarations."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class PagedKV(ResourceSpec):
+    """Keys and values of self-attention, grown token by token in pages.
+
+    :param tokens: size of the pool in tokens over all requests; ``None`` sizes it at start-up as
+        ``max_concurrent_requests`` × ``max_tokens`` bounded by the memory budget.
+    :param max_tokens: the most tokens one context may hold (the model's context length).
+    :param prefix_cache: keep the pages of finished requests for later ones that start alike.
+    :param windows: per layer the sliding window in tokens, or ``None`` for full attention; empty = all full.
+    """
+
+    kind: ClassVar[str] = "paged_kv"
+    layers: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    query_heads: int = 1
+    max_tokens: int = 2048
+    tokens: int | None = None
+    page_size: int = 16
+    dtype: str | None = None
+    prefix_cache: bool = True
+    windows: tuple[int | None, ...] = ()
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class CrossKV(ResourceSpec):
+    """Keys and values of an encoder's output, written once per request and read every step.
+
+    :param max_tokens: the longest memory of one request. :param slots: requests held; ``None`` = the concurrency cap.
+    """
+
+    kind: ClassVar[str] = "cross_kv"
+    layers: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    query_heads: int = 1
+    max_tokens: int = 1500
+    slots: int | None = None
+    dtype: str | None = None
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class WindowKV(ResourceSpec):
+    """Bounded, rolling keys and values: the last *window* tokens per layer, in one slot per context.
+
+    :param sink: the first *sink* tokens stay for ever (attention sinks, a conditioning image).
+    :param max_step: the most tokens that one step appends to a context.
+    """
+
+    kind: ClassVar[str] = "window_kv"
+    layers: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    query_heads: int = 1
+    window: int = 1024
+    sink: int = 0
+    max_step: int = 1
+    slots: int | None = None
+    dtype: str | None = None
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class RecurrentState(ResourceSpec):
+    """Fixed-size tensors per context: conv windows, SSM and DeltaNet states, LSTM cells, codec state, latents.
+
+    :param tensors: name → (shape of one context's tensor, dtype name or ``"model"``). They start as zeros.
+    :param slots: contexts held; ``None`` = the concurrency cap.
+    """
+
+    kind: ClassVar[str] = "recurrent_state"
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class RaggedAttention(ResourceSpec):
+    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers)."""
+
+    kind: ClassVar[str] = "ragged_attention"
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 64
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Sampler(ResourceSpec):
+    """Turns logits into tokens under each request's own sampling parameters.
+
+    :param vocab: size of the logits' last dimension.
+    :param prompt: name of the request input with the prompt's ids (penalties count them), or ``None``.
+    """
+
+    kind: ClassVar[str] = "sampler"
+    vocab: int = 0
+    prompt: str | None = "prompt"
+
+
+@dataclass(frozen=True)
+class Positions(ResourceSpec):
+    """The position of each token of a step in its context: 0, 1, 2… per context, or *axes* of them (multimodal rope).
+
+    With ``axes > 1`` a request may bring explicit positions for its prompt in input *prompt* ``[axes, T]``; tokens after
+    it go on from the largest one.
+    """
+
+    kind: ClassVar[str] = "positions"
+    axes: int = 1
+    prompt: str | None = None

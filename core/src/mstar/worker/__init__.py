@@ -1,0 +1,1 @@
+"""A process that owns a rank: scheduler, engine and transport."""
