@@ -24,6 +24,7 @@ from typing import Literal
 
 __all__ = [
     "CLIENT",
+    "AtEnd",
     "Call",
     "Const",
     "EndOf",
@@ -32,6 +33,7 @@ __all__ = [
     "Graph",
     "Index",
     "Layout",
+    "Left",
     "Loop",
     "NodeSpec",
     "Par",
@@ -66,7 +68,8 @@ class Port:
         A ``packed`` port's first dimension is the one along which requests are concatenated.
     :param layout: how one step's rows are laid out for the node: ``packed`` ``[sum(T), ...]``, ``stacked``
         ``[rows, ...]`` (all rows have one shape; rows of different shapes run in different steps), ``list`` a Python
-        list with one tensor a row.
+        list with one tensor a row. An entry's first packed input (its chunk port if it has one) sets the step's
+        lengths; packed inputs whose first dimension has another symbol arrive as :class:`mstar.nn.node.Packed`.
     :param optional: an input that a call may leave out (the node then receives ``None``).
     """
 
@@ -153,7 +156,21 @@ class Pull:
     optional: bool = False
 
 
-Source = str | Param | Index | Const | Pull
+@dataclass(frozen=True)
+class Left:
+    """How many items at the head of the call's pulled chunk of *stream* are context delivered before. int64 ``[rows]``."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class AtEnd:
+    """Whether the call's pulled chunk is known to be the stream's last. bool ``[rows]``."""
+
+    stream: str
+
+
+Source = str | Param | Index | Const | Pull | Left | AtEnd
 
 
 # --- when a loop ends --------------------------------------------------------------------------------------------

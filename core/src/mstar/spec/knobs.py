@@ -43,7 +43,9 @@ class SamplingKnobs(Knobs):
     repetition_penalty: Finite = Field(1.0, gt=0, le=10, description="Above 1: tokens seen before get less likely.")
     frequency_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers a token by how often it was generated.")
     presence_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers tokens that were generated at all.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True)
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True
+    )
     max_tokens: int | None = Field(None, ge=1, description="The most tokens to generate.", strict=True)
     min_tokens: int = Field(0, ge=0, description="Do not stop before this many tokens.", strict=True)
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.", strict=True)

@@ -12,7 +12,17 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
 from mstar.spec.tasks import Task
 
-__all__ = ["ArrayDelta", "AudioDelta", "Delta", "FramesDelta", "Prepared", "Processor", "ProcessorContext", "Renderer", "TextDelta"]
+__all__ = [
+    "ArrayDelta",
+    "AudioDelta",
+    "Delta",
+    "FramesDelta",
+    "Prepared",
+    "Processor",
+    "ProcessorContext",
+    "Renderer",
+    "TextDelta",
+]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-__all__ = ["CrossKV", "PagedKV", "Positions", "RaggedAttention", "RecurrentState", "ResourceSpec", "Sampler", "WindowKV"]
+__all__ = [
+    "CrossKV",
+    "PagedKV",
+    "Positions",
+    "RaggedAttention",
+    "RecurrentState",
+    "ResourceSpec",
+    "Sampler",
+    "WindowKV",
+]
 
 
 @dataclass(frozen=True)

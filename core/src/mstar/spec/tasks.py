@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Audio", "ChatTask", "CompletionTask", "File", "GenerateTask", "Image", "Message", "Part", "Task", "Text", "Video"]
+__all__ = [
+    "Audio",
+    "ChatTask",
+    "CompletionTask",
+    "File",
+    "GenerateTask",
+    "Image",
+    "Message",
+    "Part",
+    "Task",
+    "Text",
+    "Video",
+]
 
 
 @dataclass(frozen=True)

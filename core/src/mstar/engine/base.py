@@ -1,0 +1,29 @@
+"""The seam between a step and the way it is executed."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from mstar.nn.node import Node, Step
+from mstar.spec.deployment import EngineOptions
+
+__all__ = ["Runner"]
+
+
+class Runner(abc.ABC):
+    """Executes one entry of one node on gathered inputs. Registered through ``mstar_engines``.
+
+    A runner may compile or capture; it must not change what an entry computes. One instance per worker.
+    """
+
+    def __init__(self, options: EngineOptions):
+        self.options = options
+
+    def prepare(self, nodes: Mapping[str, Node]) -> None:
+        """Called once, when all nodes are loaded and before the first request: compile, capture, report progress."""
+
+    @abc.abstractmethod
+    def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The entry's outputs by port name."""

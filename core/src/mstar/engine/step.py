@@ -1,0 +1,144 @@
+"""Gathers the rows of a step into what a node receives, and splits what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.graph.program import CallOp
+from mstar.graph.run import CallRun
+from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
+from mstar.nn.node import Packed, Sampled, Step
+from mstar.spec.graph import Entry, Port
+
+__all__ = ["NodeFault", "RowResult", "Work", "gather", "make_step", "split"]
+
+
+class NodeFault(RuntimeError):
+    """A node broke its entry's contract (a missing port, a wrong number of rows)."""
+
+
+@dataclass(slots=True)
+class Work:
+    """One call's share of a step: *tokens* items from *start* of its primary packed input."""
+
+    call: CallRun
+    start: int
+    tokens: int
+    complete: bool
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a step gave one call: outputs by port (``None`` for a chunk that is not the last), log-probabilities if the
+    request asked for them."""
+
+    outputs: dict[str, Ref] | None
+    logprobs: list[Any] | None = None
+
+
+def make_step(work: Sequence[Work], views: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Step:
+    lengths = [w.tokens for w in work]
+    if len(lengths) == sum(lengths) and min(lengths) == 1:  # decode: one item a row
+        offsets = torch.arange(len(lengths) + 1, device=device)
+        last = offsets[:-1]
+    else:
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
+        offsets = offsets.to(device)
+        last = offsets[1:] - 1
+    return Step(lengths, offsets, last, [w.complete for w in work], views, device, dtype)
+
+
+def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The node's keyword arguments: one tensor (or list, or :class:`Packed`) per input port."""
+    primary = next((p for p in entry.inputs if p.name == op.primary), None)
+    return {port.name: _gather_port(port, primary, entry, work, device, dtype) for port in entry.inputs}
+
+
+def _gather_port(
+    port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], device: torch.device, dtype: torch.dtype
+) -> Any:
+    values = [w.call.inputs.get(port.name) for w in work]
+    missing = sum(v is None for v in values)
+    if missing:
+        if missing < len(values):
+            raise NodeFault(f"port {port.name!r} is given by some rows of a step and left out by others")
+        return None
+    if not isinstance(values[0], Ref):
+        return torch.tensor(values, dtype=torch_dtype(port.dtype, dtype), device=device)
+    if port.layout == "stacked":
+        return _cast(gather_stacked(values), port, dtype)
+    if port.layout == "list":
+        return [_cast(t, port, dtype) for t in gather_list(values)]
+    aligned = primary is not None and port.shape[0] == primary.shape[0]
+    if aligned and entry.chunk is not None:
+        values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
+    data = _cast(gather_packed(values), port, dtype)
+    return data if aligned else Packed(data, [v.length for v in values])
+
+
+def _cast(tensor: Tensor, port: Port, dtype: torch.dtype) -> Tensor:
+    wanted = torch_dtype(port.dtype, dtype)
+    return tensor if tensor.dtype == wanted else tensor.to(wanted)
+
+
+def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> list[RowResult]:
+    """One result per row. Ports that the host needs are brought there with one transfer each."""
+    results = [RowResult({} if w.complete else None) for w in work]
+    hosted = set().union(*(w.call.op.host for w in work))
+    for port in entry.outputs:
+        if port.name not in outputs:
+            raise NodeFault(f"the node returned no {port.name!r}; it returned {sorted(outputs)}")
+        value = outputs[port.name]
+        if isinstance(value, Sampled):
+            if value.logprobs is not None:
+                for result, row in zip(results, value.logprobs, strict=True):
+                    result.logprobs = None if row is None else [row]
+            value = value.ids
+        _split_port(port, work, value, results, port.name in hosted)
+    return results
+
+
+def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowResult], hosted: bool) -> None:
+    name = port.name
+    if port.layout == "list":
+        _expect(len(value), len(work), port)
+        for result, tensor in zip(results, value, strict=True):
+            if result.outputs is not None:
+                result.outputs[name] = Ref.whole(tensor)
+    elif port.layout == "stacked":
+        _expect(value.shape[0], len(work), port)
+        host = value.tolist() if hosted and value.ndim == 1 else None
+        for i, result in enumerate(results):
+            if result.outputs is not None:
+                result.outputs[name] = Ref(value, i, i + 1, row=True, host=None if host is None else host[i])
+    else:
+        _split_packed(port, work, value, results)
+
+
+def _split_packed(port: Port, work: Sequence[Work], value: Any, results: list[RowResult]) -> None:
+    data, lengths = (value.data, value.lengths) if isinstance(value, Packed) else (value, [w.tokens for w in work])
+    _expect(data.shape[0], sum(lengths), port)
+    start = 0
+    for w, length, result in zip(work, lengths, results, strict=True):
+        ref = Ref(data, start, start + length)
+        start += length
+        partial = w.call.partial
+        if result.outputs is None:
+            if partial is None:
+                partial = w.call.partial = {}
+            partial.setdefault(port.name, []).append(ref.tensor())
+        elif partial is not None and port.name in partial:
+            result.outputs[port.name] = Ref.whole(torch.cat([*partial[port.name], ref.tensor()]))
+        else:
+            result.outputs[port.name] = ref
+
+
+def _expect(got: int, wanted: int, port: Port) -> None:
+    if got != wanted:
+        raise NodeFault(f"the node returned {got} rows or items for port {port.name!r}, expected {wanted}")

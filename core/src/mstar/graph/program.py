@@ -1,0 +1,193 @@
+"""Compiles walks to flat programs that a request's threads step through. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mstar.spec.graph import (
+    CLIENT,
+    Call,
+    Entry,
+    Graph,
+    Loop,
+    Par,
+    Pull,
+    Seq,
+    Stop,
+    TokenStop,
+    Walk,
+    WhenTrue,
+)
+
+__all__ = ["CallOp", "EndOp", "ForkOp", "JoinOp", "LoopEndOp", "LoopOp", "Op", "Plan", "compile_graph"]
+
+
+@dataclass(slots=True, eq=False)
+class CallOp:
+    """Run *call*, then go on at *next*.
+
+    :param host: output ports whose contents the host needs: loop ends, events to the client.
+    :param shaped: stacked inputs of symbolic shape: calls only share a step when these agree.
+    :param optional: inputs that may be missing: likewise.
+    :param loops: enclosing loops, innermost last.
+    """
+
+    call: Call
+    entry: Entry
+    group: tuple[str, str]
+    loops: tuple[LoopOp, ...]
+    next: int = -1
+    host: frozenset[str] = frozenset()
+    shaped: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    primary: str | None = None
+    pulls: tuple[tuple[str, Pull], ...] = ()
+
+    @property
+    def varying(self) -> bool:
+        return bool(self.shaped or self.optional)
+
+
+@dataclass(slots=True, eq=False)
+class LoopOp:
+    stops: tuple[Stop, ...]
+    body: int = -1
+    exit: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class LoopEndOp:
+    loop: LoopOp
+    head: int
+
+
+@dataclass(slots=True, eq=False)
+class ForkOp:
+    branches: list[int] = field(default_factory=list)
+    next: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class JoinOp:
+    fork: ForkOp
+
+
+@dataclass(slots=True, eq=False)
+class EndOp:
+    pass
+
+
+Op = CallOp | LoopOp | LoopEndOp | ForkOp | JoinOp | EndOp
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked graph, ready to run: one program per walk, plus look-ups that requests need.
+
+    :param contexts: resource name → contexts that some call uses it in.
+    :param feeds: partition → client streams with a playback clock that its work ends up in.
+    """
+
+    graph: Graph
+    programs: Mapping[str, list[Op]]
+    contexts: Mapping[str, tuple[str, ...]]
+    feeds: Mapping[str, tuple[str, ...]]
+
+
+def compile_graph(graph: Graph) -> Plan:
+    """Compile every walk of a graph that :func:`mstar.spec.check.check_graph` has passed."""
+    judged = frozenset[str]().union(*(_judged_values(walk) for walk in graph.walks.values()))
+    programs = {name: _Compiler(graph, walk, judged).program for name, walk in graph.walks.items()}
+    contexts: dict[str, set[str]] = {}
+    for program in programs.values():
+        for op in program:
+            if isinstance(op, CallOp):
+                for resource in op.entry.resources:
+                    contexts.setdefault(resource, set()).add(op.call.context)
+    return Plan(graph, programs, {k: tuple(sorted(v)) for k, v in contexts.items()}, _feeds(graph))
+
+
+def _feeds(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Follow streams downstream from each partition to the client streams that somebody listens to in real time."""
+    feeds = {}
+    for partition in graph.partitions:
+        seen, todo, found = {partition.name}, [partition.name], []
+        while todo:
+            for stream in graph.streams_from(todo.pop()):
+                if stream.target == CLIENT:
+                    if stream.seconds_per_item is not None:
+                        found.append(stream.name)
+                elif stream.target not in seen:
+                    seen.add(stream.target)
+                    todo.append(stream.target)
+        feeds[partition.name] = tuple(found)
+    return feeds
+
+
+class _Compiler:
+    def __init__(self, graph: Graph, walk: Walk, judged: frozenset[str]):
+        self.graph, self.judged = graph, judged
+        self.program: list[Op] = []
+        self._emit(walk, ())
+        self.program.append(EndOp())
+        for pc, op in enumerate(self.program):  # straight-line successors
+            if isinstance(op, CallOp):
+                op.next = pc + 1
+
+    def _emit(self, walk: Walk, loops: tuple[LoopOp, ...]) -> None:
+        if isinstance(walk, Call):
+            self.program.append(self._call(walk, loops))
+        elif isinstance(walk, Seq):
+            for part in walk.parts:
+                self._emit(part, loops)
+        elif isinstance(walk, Loop):
+            self._loop(walk, loops)
+        else:
+            self._par(walk, loops)
+
+    def _loop(self, walk: Loop, loops: tuple[LoopOp, ...]) -> None:
+        op, head = LoopOp(walk.stops), len(self.program)
+        self.program.append(op)
+        op.body = len(self.program)
+        self._emit(walk.body, (*loops, op))
+        self.program.append(LoopEndOp(op, head))
+        op.exit = len(self.program)
+
+    def _par(self, walk: Par, loops: tuple[LoopOp, ...]) -> None:
+        fork = ForkOp()
+        self.program.append(fork)
+        for part in walk.parts:
+            fork.branches.append(len(self.program))
+            self._emit(part, loops)
+            self.program.append(JoinOp(fork))
+        fork.next = len(self.program)
+
+    def _call(self, call: Call, loops: tuple[LoopOp, ...]) -> CallOp:
+        entry = self.graph.node(call.node).entry(call.entry)
+        host = {port for port, value in call.outputs.items() if value in self.judged}
+        host |= {port for port, stream in call.emit.items() if self.graph.stream(stream).target == CLIENT}
+        packed = [p.name for p in entry.inputs if p.layout == "packed" and p.name in call.inputs]
+        return CallOp(
+            call,
+            entry,
+            (call.node, call.entry),
+            loops,
+            host=frozenset(host),
+            shaped=tuple(
+                p.name for p in entry.inputs if p.layout == "stacked" and any(isinstance(d, str) for d in p.shape)
+            ),
+            optional=tuple(p.name for p in entry.inputs if p.optional),
+            primary=entry.chunk or (packed[0] if packed else None),
+            pulls=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, Pull)),
+        )
+
+
+def _judged_values(walk: Walk) -> frozenset[str]:
+    """Values that some loop of *walk* looks at on the host."""
+    if isinstance(walk, Call):
+        return frozenset()
+    if isinstance(walk, Loop):
+        own = {s.value for s in walk.stops if isinstance(s, TokenStop | WhenTrue)}
+        return frozenset(own) | _judged_values(walk.body)
+    return frozenset().union(*(_judged_values(part) for part in walk.parts))

@@ -1,0 +1,374 @@
+"""One request's walk over the graph: its partitions' routes, its values, its streams and the calls that are ready.
+
+The worker calls :meth:`RequestRun.start`, takes :attr:`RequestRun.ready`, runs those calls in whatever batches it likes,
+and hands each result to :meth:`RequestRun.complete`; new ready calls appear until :attr:`RequestRun.finished`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.graph.program import CallOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Op, Plan
+from mstar.graph.streams import Chunk, InnerStream, OutStream
+from mstar.graph.values import Ref, as_tensor, torch_dtype
+from mstar.nn.model import Outcome, Run
+from mstar.spec.errors import GraphError, RequestError, nearest
+from mstar.spec.graph import CLIENT, AtEnd, Const, EndOf, Index, Left, Param, Pull, Stop, Times, TokenStop
+from mstar.spec.request import Emit, EngineRequest, Push, SamplingParams, TokenLogprob
+
+__all__ = ["CallRun", "RequestRun"]
+
+Route = Generator[Run, Outcome, None]
+
+
+class CallRun:
+    """One call of one request that is ready to run, or partly run.
+
+    :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
+        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
+    """
+
+    __slots__ = ("chunks", "done", "inputs", "length", "op", "partial", "partition", "run")
+
+    def __init__(self, run: RequestRun, partition: _Partition, op: CallOp, inputs: dict[str, Any], length: int):
+        self.run, self.partition, self.op, self.inputs, self.length = run, partition, op, inputs, length
+        self.done = self.chunks = 0
+        self.partial: dict[str, list[Tensor]] | None = None
+
+    @property
+    def remaining(self) -> int:
+        return self.length - self.done
+
+    @property
+    def decode(self) -> bool:
+        """Whether the call belongs to a loop that is under way: its request waits for little and holds much."""
+        return bool(self.op.loops)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Calls of one group may share a step."""
+        op = self.op
+        if not op.varying:
+            return op.group
+        shapes = tuple(tuple(v.tensor().shape) for v in (self.inputs[p] for p in op.shaped) if isinstance(v, Ref))
+        return (*op.group, shapes, tuple(p for p in op.optional if self.inputs.get(p) is not None))
+
+
+class _Partition:
+    """A route in progress: the current walk's program, its loop counters and joins."""
+
+    __slots__ = ("finished", "joins", "loops", "name", "program", "reason", "route", "signals", "walk", "walks")
+
+    def __init__(self, name: str, walks: tuple[str, ...], route: Route):
+        self.name, self.walks, self.route = name, walks, route
+        self.walk = ""
+        self.program: list[Op] = []
+        self.loops: dict[LoopOp, int] = {}
+        self.joins: dict[ForkOp, int] = {}
+        self.signals: tuple[str, ...] = ()
+        self.reason = "done"
+        self.finished = False
+
+
+class RequestRun:
+    """The run-time state of one request. Not thread-safe; belongs to one worker.
+
+    :param emit: called with each :class:`~mstar.spec.request.Emit` for the client.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: EngineRequest,
+        routes: Callable[[str, EngineRequest], Route],
+        emit: Callable[[Emit], None],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self.plan, self.request, self.device, self.dtype = plan, request, device, dtype
+        self._emit = emit
+        graph = plan.graph
+        self.ready: list[CallRun] = []
+        self._blocked: list[tuple[_Partition, CallOp]] = []
+        self.values: dict[str, Ref] = {}
+        self.inner = {s.name: InnerStream(s) for s in graph.streams if s.target != CLIENT}
+        self.out = {s.name: OutStream(s) for s in graph.streams if s.target == CLIENT}
+        self.partitions = [_Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
+        self.generated: dict[str, int] = {}  # sampler → tokens judged so far
+        self._judged: dict[str, Ref] = {}  # sampler → the last token judged
+        self._load_inputs()
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+    def _load_inputs(self) -> None:
+        inputs = dict(self.request.inputs)
+        for port in self.plan.graph.inputs:
+            array = inputs.pop(port.name, None)
+            if array is None:
+                if not port.optional:
+                    raise RequestError(f"the request lacks input {port.name!r}", param=port.name, code="missing_input")
+                continue
+            tensor = as_tensor(array, port, self.device, self.dtype)
+            if tensor.ndim != len(port.shape):
+                raise RequestError(
+                    f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name
+                )
+            host = array.tolist() if port.dtype.startswith("int") and tensor.ndim == 1 else None
+            self.values[port.name] = Ref.whole(tensor, host=host)
+        for stream in self.plan.graph.streams_from(CLIENT):
+            self._open_client_stream(self.inner[stream.name], inputs.pop(stream.name, None))
+        if inputs:
+            name = next(iter(inputs))
+            known = [p.name for p in self.plan.graph.inputs]
+            raise RequestError(f"unknown input {name!r}{nearest(name, known)}", param=name, code="unknown_parameter")
+
+    def _open_client_stream(self, stream: InnerStream, first: Any) -> None:
+        if first is not None:
+            stream.write_from_client(self._client_items(stream, first))
+        if stream.spec.name not in self.request.client_streams:
+            stream.end()
+
+    def _client_items(self, stream: InnerStream, data: Any) -> Tensor:
+        port, name = stream.spec.port, stream.spec.name
+        items = as_tensor(data, port, self.device, self.dtype)
+        shape = tuple(items.shape[1:])
+        fits = items.ndim == len(port.shape) + 1 and all(
+            isinstance(want, str) or want == got for want, got in zip(port.shape, shape, strict=True)
+        )
+        if not fits:
+            raise RequestError(
+                f"stream {name!r} takes items of shape {port.shape}, got an array of shape {tuple(items.shape)}",
+                param=name,
+            )
+        return items
+
+    def push(self, push: Push) -> None:
+        """Items from the client; raises :class:`RequestError` for an unknown stream or too much."""
+        stream = self.inner.get(push.stream)
+        if stream is None or stream.spec.source != CLIENT:
+            known = [s.name for s in self.plan.graph.streams_from(CLIENT)]
+            raise RequestError(f"unknown stream {push.stream!r}{nearest(push.stream, known)}", param=push.stream)
+        if push.data is not None:
+            stream.write_from_client(self._client_items(stream, push.data))
+        if push.end:
+            stream.end()
+        self._poke()
+
+    def ack(self, stream: str, emissions: int) -> None:
+        out = self.out.get(stream)
+        if out is not None:
+            was_full = out.full
+            out.ack(emissions)
+            if was_full:
+                self._poke()
+
+    # --- progress -----------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        for partition in self.partitions:
+            self._next_walk(partition, None)
+
+    @property
+    def finished(self) -> bool:
+        return all(p.finished for p in self.partitions)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {p.name: p.reason for p in self.partitions}
+
+    def deadline(self, partition: str, now: float) -> float | None:
+        """The earliest playback deadline of the client streams that *partition* feeds."""
+        feeds = self.plan.feeds[partition]
+        return min(self.out[name].deadline(now) for name in feeds) if feeds else None
+
+    def complete(self, call: CallRun, outputs: Mapping[str, Ref], logprobs: list[TokenLogprob] | None = None) -> None:
+        """*call* has run whole: keep its outputs, push its emissions, go on after it."""
+        spec = call.op.call
+        for port, value in spec.outputs.items():
+            self.values[value] = outputs[port]
+        changed = bool(call.op.pulls)  # a pull may have made room for a writer
+        for port, name in spec.emit.items():
+            changed |= self._write(name, outputs[port], logprobs)
+        self._advance(call.partition, call.op.next)
+        if changed:
+            self._poke()
+
+    def _write(self, name: str, ref: Ref, logprobs: list[TokenLogprob] | None) -> bool:
+        out = self.out.get(name)
+        if out is None:
+            stream = self.inner[name]
+            rank = len(stream.spec.port.shape)
+            value = ref.tensor()
+            stream.write(value if value.ndim > rank else value[None])
+            return True
+        data, count = out.payload(ref)
+        if count:
+            seq = out.sent(count, time.monotonic())
+            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs))
+        return False
+
+    def _next_walk(self, partition: _Partition, outcome: Outcome | None) -> None:
+        try:
+            run = next(partition.route) if outcome is None else partition.route.send(outcome)
+        except StopIteration:
+            self._end_partition(partition)
+            return
+        if run.walk not in partition.walks:
+            raise GraphError(partition.name, [f"its route chose walk {run.walk!r}{nearest(run.walk, partition.walks)}"])
+        partition.walk, partition.program, partition.signals = run.walk, self.plan.programs[run.walk], run.signals
+        partition.loops, partition.joins, partition.reason = {}, {}, "done"
+        self._advance(partition, 0)
+
+    def _end_partition(self, partition: _Partition) -> None:
+        partition.finished = True
+        for stream in self.inner.values():
+            if stream.spec.source == partition.name:
+                stream.end()
+            if stream.spec.target == partition.name:
+                stream.close()
+        self._poke()
+
+    def _advance(self, partition: _Partition, pc: int) -> None:
+        """Run control operations from *pc* until calls are ready or waiting, or the walk is over."""
+        program = partition.program
+        while True:
+            op = program[pc]
+            if isinstance(op, CallOp):
+                exit_pc = self._offer(partition, op)
+                if exit_pc is None:
+                    return
+                pc = exit_pc
+            elif isinstance(op, LoopOp):
+                reason = self._stopped(op, partition.loops.setdefault(op, 0))
+                if reason is None:
+                    pc = op.body
+                else:
+                    del partition.loops[op]
+                    partition.reason = reason
+                    pc = op.exit
+            elif isinstance(op, LoopEndOp):
+                partition.loops[op.loop] += 1
+                pc = op.head
+            elif isinstance(op, ForkOp):
+                partition.joins[op] = len(op.branches)
+                for branch in op.branches:
+                    self._advance(partition, branch)
+                return
+            elif isinstance(op, JoinOp):
+                partition.joins[op.fork] -= 1
+                if partition.joins[op.fork]:
+                    return
+                pc = op.fork.next
+            else:
+                self._end_walk(partition, op)
+                return
+
+    def _end_walk(self, partition: _Partition, op: EndOp) -> None:
+        signals = {name: self.values[name].to_host() for name in partition.signals}
+        self._next_walk(partition, Outcome(partition.walk, partition.reason, signals))
+
+    # --- loops --------------------------------------------------------------------------------------------------------
+    def _stopped(self, op: LoopOp, iteration: int) -> str | None:
+        for stop in op.stops:
+            reason = self._judge(stop, iteration)
+            if reason is not None:
+                return reason
+        return None
+
+    def _judge(self, stop: Stop, iteration: int) -> str | None:
+        if isinstance(stop, TokenStop):
+            return self._judge_token(stop)
+        if isinstance(stop, Times):
+            count = self._param(stop.count) if isinstance(stop.count, Param) else stop.count
+            return "done" if iteration >= count else None
+        if isinstance(stop, EndOf):
+            return "end_of_input" if self.inner[stop.stream].drained else None
+        return "done" if iteration and self.values[stop.value].to_host() else None
+
+    def _judge_token(self, stop: TokenStop) -> str | None:
+        params = self.request.sampling.get(stop.sampler) or SamplingParams()
+        ref = self.values[stop.value]
+        count = self.generated.get(stop.sampler, 0)
+        if self._judged.get(stop.sampler) is not ref:  # the same token may be judged by a nested loop
+            count += 1
+            self.generated[stop.sampler], self._judged[stop.sampler] = count, ref
+        if count >= params.min_tokens and not params.ignore_eos and ref.to_host() in params.stop_token_ids:
+            return "stop"
+        return "length" if count >= params.max_tokens else None
+
+    def _param(self, source: Param) -> Any:
+        value = self.request.params.get(source.name, source.default)
+        if value is None:
+            raise RequestError(f"the request lacks parameter {source.name!r}", param=source.name, code="missing_input")
+        return value
+
+    # --- readiness ----------------------------------------------------------------------------------------------------
+    def _offer(self, partition: _Partition, op: CallOp) -> int | None:
+        """Make *op* ready, or leave it waiting for a stream. Returns where to go on if a stream's end stops its loop."""
+        if not self._has_room(op):
+            self._blocked.append((partition, op))
+            return None
+        for _, pull in op.pulls:
+            stream = self.inner[pull.stream]
+            if stream.ready() or pull.optional:
+                continue
+            if not stream.ended:
+                self._blocked.append((partition, op))
+                return None
+            if pull.at_end == "stop":
+                loop = op.loops[-1]
+                del partition.loops[loop]
+                partition.reason = "end_of_input"
+                return loop.exit
+        self.ready.append(self._call(partition, op))
+        return None
+
+    def _has_room(self, op: CallOp) -> bool:
+        for name in op.call.emit.values():
+            out = self.out.get(name)
+            if out.full if out is not None else self.inner[name].full:
+                return False
+        return True
+
+    def _poke(self) -> None:
+        """Something about a stream has changed: try the waiting calls again."""
+        if not self._blocked:
+            return
+        blocked, self._blocked = self._blocked, []
+        for partition, op in blocked:
+            pc = self._offer(partition, op)
+            if pc is not None:
+                self._advance(partition, pc)
+
+    def _call(self, partition: _Partition, op: CallOp) -> CallRun:
+        chunks = {pull.stream: self._pull(pull) for _, pull in op.pulls}
+        inputs: dict[str, Any] = {}
+        for port, source in op.call.inputs.items():
+            if isinstance(source, str):
+                inputs[port] = self.values.get(source)
+            elif isinstance(source, Pull):
+                inputs[port] = chunks[source.stream].ref
+            elif isinstance(source, Const):
+                inputs[port] = source.value
+            elif isinstance(source, Param):
+                inputs[port] = self._param(source)
+            elif isinstance(source, Index):
+                inputs[port] = partition.loops[op.loops[-1 - source.depth]]
+            elif isinstance(source, Left):
+                inputs[port] = chunks[source.stream].left
+            elif isinstance(source, AtEnd):
+                inputs[port] = chunks[source.stream].last
+        length = 1
+        if op.primary is not None and inputs[op.primary] is not None:
+            length = inputs[op.primary].length
+        return CallRun(self, partition, op, inputs, length)
+
+    def _pull(self, pull: Pull) -> Chunk:
+        stream = self.inner[pull.stream]
+        if stream.ready():
+            return stream.pull()
+        length = 1 if stream.ended and pull.at_end == "pad" else 0
+        return stream.blank(length, self.device, torch_dtype(stream.spec.port.dtype, self.dtype))

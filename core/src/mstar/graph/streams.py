@@ -1,0 +1,173 @@
+"""Bounded queues of one request: between partitions, from the client and to the client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.graph.values import Ref
+from mstar.spec.errors import RequestError
+from mstar.spec.graph import Fixed, Ramp, Stream
+
+__all__ = ["Chunk", "InnerStream", "OutStream"]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one pull delivers: *left* items seen before, then new ones. *last*: nothing will follow."""
+
+    ref: Ref
+    left: int
+    last: bool
+
+
+class InnerStream:
+    """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client."""
+
+    __slots__ = ("_items", "_left", "_new", "_pulls", "closed", "ended", "spec", "total")
+
+    def __init__(self, spec: Stream):
+        self.spec = spec
+        self.ended = False  # the writer will write no more
+        self.closed = False  # the reader will read no more: writes vanish
+        self.total = 0
+        self._items: list[Tensor] = []  # [n, *item] pieces; the first self._left items are context
+        self._left = 0
+        self._new = 0
+        self._pulls = 0
+
+    @property
+    def pending(self) -> int:
+        """Items written and not yet delivered."""
+        return self._new
+
+    @property
+    def drained(self) -> bool:
+        return self.ended and self._new == 0
+
+    @property
+    def full(self) -> bool:
+        return not self.closed and self._new >= self.spec.capacity
+
+    def write(self, items: Tensor) -> None:
+        """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot."""
+        if self.closed or not items.shape[0]:
+            return
+        self._items.append(items)
+        self._new += items.shape[0]
+        self.total += items.shape[0]
+
+    def write_from_client(self, items: Tensor) -> None:
+        """As :meth:`write`, but a client that sends too much gets an error: nothing else can slow it down."""
+        limit, count = self.spec.max_items, int(items.shape[0])
+        name = self.spec.name
+        if self.ended:
+            raise RequestError(f"stream {name!r} has ended and takes no more items", param=name, code="stream_ended")
+        if limit is not None and self.total + count > limit:
+            raise RequestError(
+                f"stream {name!r} takes at most {limit} items a request, got {self.total + count}",
+                param=name,
+                code="stream_too_long",
+            )
+        if limit is None and not self.closed and self._new + count > max(self.spec.capacity, count):
+            raise RequestError(
+                f"stream {name!r} holds {self._new} unread items and has room for {self.spec.capacity}; send more slowly",
+                param=name,
+                code="stream_overflow",
+            )
+        self.write(items)
+
+    def end(self) -> None:
+        self.ended = True
+
+    def close(self) -> None:
+        """The reader is gone."""
+        self.closed = True
+        self._items, self._left, self._new = [], 0, 0
+
+    @property
+    def _wanted(self) -> int | None:
+        chunk = self.spec.chunk
+        if isinstance(chunk, Fixed):
+            return chunk.size
+        if isinstance(chunk, Ramp):
+            return chunk.sizes[min(self._pulls, len(chunk.sizes) - 1)]
+        return None
+
+    def ready(self) -> bool:
+        """Whether a whole chunk (or the short last one) is there."""
+        wanted = self._wanted
+        if wanted is not None and self._new >= wanted:
+            return True
+        return self.ended and self._new > 0
+
+    def pull(self) -> Chunk:
+        """The next chunk. Only when :meth:`ready`."""
+        wanted = self._wanted
+        size = self._new if wanted is None else min(wanted, self._new)
+        items = self._items[0] if len(self._items) == 1 else torch.cat(self._items)
+        left, end = self._left, self._left + size
+        chunk = Chunk(Ref(items, 0, end), left, self.ended and size == self._new)
+        keep = min(end, getattr(self.spec.chunk, "left", 0))
+        rest = items[end - keep :]
+        # A long-lived slice would pin the whole buffer: copy the small rest.
+        self._items = [rest.clone()] if rest.shape[0] else []
+        self._left, self._new = keep, self._new - size
+        self._pulls += 1
+        return chunk
+
+    def blank(self, length: int, device: torch.device, dtype: torch.dtype) -> Chunk:
+        """A chunk of zeros, or of nothing, for a pull past the end."""
+        shape = [d if isinstance(d, int) else 0 for d in self.spec.port.shape]
+        return Chunk(Ref.whole(torch.zeros((length, *shape), dtype=dtype, device=device)), 0, self.drained)
+
+
+class OutStream:
+    """The client's end: counts what was sent and what the client has taken."""
+
+    __slots__ = ("credit", "first_at", "items", "seq", "spec")
+
+    def __init__(self, spec: Stream):
+        self.spec = spec
+        self.credit = spec.capacity  # emissions that may still be sent before the client must acknowledge some
+        self.seq = 0
+        self.items = 0
+        self.first_at: float | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.credit <= 0
+
+    def sent(self, items: int, now: float) -> int:
+        """Count one emission of *items* items and return its sequence number."""
+        if self.first_at is None:
+            self.first_at = now
+        seq = self.seq
+        self.seq += 1
+        self.credit -= 1
+        self.items += items
+        return seq
+
+    def ack(self, emissions: int) -> None:
+        self.credit = min(self.credit + emissions, self.spec.capacity)
+
+    def deadline(self, now: float) -> float:
+        """When playback of what was sent runs out; *now* while nothing was sent."""
+        if self.first_at is None or self.spec.seconds_per_item is None:
+            return now
+        return self.first_at + self.items * self.spec.seconds_per_item
+
+    def payload(self, ref: Ref) -> tuple[Any, int]:
+        """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items."""
+        if self.spec.modality == "tokens":
+            host = ref.to_host()
+            tokens = host if isinstance(host, list) else [host]
+            return tokens, len(tokens)
+        items = ref.items() if len(self.spec.port.shape) < ref.base.ndim else ref.tensor()[None]
+        array = items.detach().to("cpu")
+        if array.dtype == torch.bfloat16:
+            array = array.float()
+        return array.numpy(), int(array.shape[0])

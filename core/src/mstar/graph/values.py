@@ -1,0 +1,108 @@
+"""Values of requests, and how a step's rows are gathered from them and split back.
+
+A step's output for all rows is one tensor; each request's value is a :class:`Ref` into it. When the next step has the
+same rows in the same order, as in steady decode, gathering finds that all refs lie side by side in one tensor and takes
+a view: no tensor is touched per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.spec.graph import Port
+
+__all__ = ["Ref", "as_tensor", "gather_list", "gather_packed", "gather_stacked", "torch_dtype"]
+
+
+class Ref:
+    """One request's value: a tensor of its own, row *start* of a stacked output, or items *start:stop* of a packed one."""
+
+    __slots__ = ("base", "host", "row", "start", "stop")
+
+    def __init__(self, base: Tensor, start: int = 0, stop: int = -1, row: bool = False, host: Any = None):
+        self.base, self.start, self.stop, self.row, self.host = base, start, stop, row, host
+
+    @classmethod
+    def whole(cls, tensor: Tensor, host: Any = None) -> Ref:
+        return cls(tensor, 0, tensor.shape[0] if tensor.ndim else 1, host=host)
+
+    @property
+    def length(self) -> int:
+        """Items along the first dimension; 1 for a row of a stacked output."""
+        return 1 if self.row else self.stop - self.start
+
+    def tensor(self) -> Tensor:
+        if self.row:
+            return self.base[self.start]
+        if self.start == 0 and (self.base.ndim == 0 or self.stop == self.base.shape[0]):
+            return self.base
+        return self.base[self.start : self.stop]
+
+    def items(self) -> Tensor:
+        """The value as items along a first dimension: a row of a stacked output is one item."""
+        return self.base[self.start : self.start + 1] if self.row else self.tensor()
+
+    def part(self, start: int, stop: int) -> Ref:
+        """Items *start:stop* of a packed value."""
+        if start == 0 and stop == self.length:
+            return self
+        host = None if self.host is None else self.host[start:stop]
+        return Ref(self.base, self.start + start, self.start + stop, host=host)
+
+    def to_host(self) -> Any:
+        """As Python scalars or lists; waits for the device."""
+        if self.host is None:
+            self.host = self.tensor().tolist()
+        return self.host
+
+
+def torch_dtype(name: str, model: torch.dtype) -> torch.dtype:
+    return model if name == "model" else getattr(torch, name)
+
+
+def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype) -> Tensor:
+    """A request's input as a tensor of *port*'s dtype on *device*. Shares memory with *array* where it can."""
+    tensor = torch.as_tensor(array)
+    return tensor.to(device=device, dtype=torch_dtype(port.dtype, model))
+
+
+def _runs(refs: Sequence[Ref]) -> list[Tensor]:
+    """The refs' items as few tensors as possible: neighbours in one base become one slice."""
+    pieces: list[Tensor] = []
+    base, start, stop = refs[0].base, refs[0].start, refs[0].start + refs[0].length
+    for ref in refs[1:]:
+        if ref.base is base and ref.start == stop and ref.base.ndim:
+            stop += ref.length
+            continue
+        pieces.append(_slice(base, start, stop))
+        base, start, stop = ref.base, ref.start, ref.start + ref.length
+    pieces.append(_slice(base, start, stop))
+    return pieces
+
+
+def _slice(base: Tensor, start: int, stop: int) -> Tensor:
+    if base.ndim == 0:
+        return base[None]
+    return base if start == 0 and stop == base.shape[0] else base[start:stop]
+
+
+def gather_packed(refs: Sequence[Ref]) -> Tensor:
+    """``[sum(T), ...]``: the refs' items one after the other."""
+    pieces = _runs(refs)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def gather_stacked(refs: Sequence[Ref]) -> Tensor:
+    """``[rows, ...]``: all values have one shape."""
+    if all(ref.row for ref in refs):
+        pieces = _runs(refs)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return torch.stack([ref.tensor() for ref in refs])
+
+
+def gather_list(refs: Sequence[Ref]) -> list[Tensor]:
+    return [ref.tensor() for ref in refs]

@@ -1,0 +1,157 @@
+"""Builds what a worker runs: the model, its resources and its loaded nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.graph.program import Plan, compile_graph
+from mstar.nn.model import BuildContext, Model
+from mstar.nn.node import Node
+from mstar.registry import Registry, load_object
+from mstar.resources.base import Resource, ResourceContext
+from mstar.spec.check import check_graph
+from mstar.spec.deployment import Deployment
+from mstar.spec.errors import SetupError, nearest
+from mstar.spec.resources import ResourceSpec
+from mstar.weights.loader import load_weights
+
+__all__ = ["Built", "build", "pick_device", "pick_dtype"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Built:
+    model: Model
+    plan: Plan
+    resources: dict[str, Resource]
+    nodes: dict[str, Node]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change."""
+    deployment = config.deployment
+    device = pick_device(deployment.device)
+    dtype = pick_dtype(deployment.dtype, device)
+    if device.type == "cpu" and deployment.engine.threads is not None:
+        torch.set_num_threads(deployment.engine.threads)
+    spec = registry.model(config.key)
+    weights = None if config.weights is None else Path(config.weights)
+    model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
+    graph, declared = model.graph(), _declared(model, deployment)
+    check_graph(config.key, graph, declared)
+    _check_placement(deployment, [n.name for n in graph.nodes])
+    plan = compile_graph(graph)
+    nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
+    resources = _make_resources(declared, plan, deployment, registry, device, dtype)
+    return Built(model, plan, resources, nodes, device, dtype)
+
+
+def pick_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise SetupError(f"--device {name}: this PyTorch ({torch.__version__}) sees no CUDA device; use --device cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise SetupError(f"device {name!r} is not one that PyTorch knows; use cpu, cuda or cuda:N") from None
+
+
+def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The asked-for dtype, or bfloat16 where the device computes with it natively, else float32."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None:
+        if name not in known:
+            raise SetupError(f"dtype {name!r} is not supported{nearest(name, known)}")
+        return known[name]
+    if device.type == "cuda":
+        return torch.bfloat16
+    native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
+    return torch.bfloat16 if native else torch.float32
+
+
+def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
+    """The model's resources with the deployment's overrides applied."""
+    declared = dict(model.resources())
+    for name, overrides in deployment.resources.items():
+        if name not in declared:
+            raise SetupError(f"deployment: resources.{name}: unknown resource{nearest(name, declared)}")
+        fields = {f.name for f in dataclasses.fields(declared[name])}
+        for key in overrides:
+            if key not in fields:
+                raise SetupError(f"deployment: resources.{name}.{key}: unknown key{nearest(key, fields)}")
+        declared[name] = dataclasses.replace(declared[name], **overrides)
+    return declared
+
+
+def _check_placement(deployment: Deployment, nodes: list[str]) -> None:
+    for node, ranks in deployment.placement.items():
+        if node not in nodes:
+            raise SetupError(f"deployment: placement.{node}: unknown node{nearest(node, nodes)}")
+        if any(rank != 0 for rank in ranks):
+            raise SetupError(f"deployment: placement.{node}: ranks {ranks}, but this worker has only rank 0")
+
+
+def _make_resources(
+    declared: Mapping[str, ResourceSpec],
+    plan: Plan,
+    deployment: Deployment,
+    registry: Registry,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Resource]:
+    backends: list[Any] = registry.attention_backends()
+    made: dict[str, Resource] = {}
+    for name, spec in declared.items():
+        contexts = len(plan.contexts.get(name, ())) or 1
+        owners = deployment.max_concurrent_requests * contexts
+        if name in plan.graph.sessions:
+            owners += deployment.max_sessions * contexts
+        if getattr(spec, "backend", "") is None and deployment.engine.attention is not None:
+            spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
+        context = ResourceContext(device, dtype, owners, attention_backends=backends)
+        made[name] = registry.resource(spec.kind)(name, spec, context)
+    return made
+
+
+def _load_nodes(
+    model: Model,
+    plan: Plan,
+    weights: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_phase: Callable[[Phase], None],
+) -> dict[str, Node]:
+    nodes: dict[str, Node] = {}
+    for spec in plan.graph.nodes:
+        weight_map = model.weights(spec.name)
+        if weight_map is None:
+            node = model.build(spec.name).to(device)
+        else:
+            if weights is None:
+                raise SetupError(f"node {spec.name!r} needs weights and none were given; pass --weights DIR")
+
+            def report(done: int, total: int, name: str = spec.name) -> None:
+                share = done / total if total else 1.0
+                detail = f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+                on_phase(Phase(name="weights", progress=share, detail=detail))
+
+            with torch.device("meta"):
+                node = model.build(spec.name)
+            load_weights(node, weight_map, weights, device, dtype, report)
+        for entry in spec.entries:
+            if not callable(getattr(node, entry.name, None)):
+                raise SetupError(f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}")
+        nodes[spec.name] = node.eval().requires_grad_(False)
+    return nodes

@@ -1,0 +1,412 @@
+"""The worker: requests in, events out, one step at a time.
+
+One thread owns a worker and calls it; executors bring commands in and carry events out (:mod:`mstar.cluster`). The loop
+is plain and synchronous: choose a batch, run it, route its outputs. It is the oracle for any overlapped loop.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.engine import Engine
+from mstar.engine.step import RowResult, Work
+from mstar.graph.run import CallRun, RequestRun
+from mstar.registry import Registry
+from mstar.resources.base import Owner
+from mstar.scheduler.base import Batch, Item, Ticket
+from mstar.spec.errors import RequestError
+from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
+from mstar.worker.admission import Admission, Holding
+from mstar.worker.build import build
+from mstar.worker.sessions import Sessions
+
+__all__ = ["Worker"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request between submission and end."""
+
+    request: EngineRequest
+    run: RequestRun
+    holding: Holding
+    arrival: float
+    deadline: float | None = None
+    started: float | None = None
+    cached: int = 0
+    fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
+    siblings: list[_Live] = field(default_factory=list)
+
+
+class Worker:
+    """One model on one rank. See :class:`mstar.cluster.base.Executor` for how it is driven.
+
+    :param on_phase: told of loading progress. Construction returns when the model is ready.
+    """
+
+    def __init__(self, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None] = lambda _: None):
+        deployment = config.deployment
+        built = build(config, registry, on_phase)
+        self.config, self.hook = config, registry.hook
+        self.plan, self.resources = built.plan, built.resources
+        self._model, self._device, self._dtype = built.model, built.device, built.dtype
+        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
+        self.admission = Admission(built.model, built.plan, built.resources, self.sessions)
+        limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
+        self.scheduler = registry.scheduler(deployment.scheduler.policy)(
+            deployment.scheduler, group_limits=lambda group: limits.get(group[0])
+        )
+        on_phase(Phase(name="warmup"))
+        runner = registry.runner(deployment.engine.runner)(deployment.engine)
+        runner.prepare(built.nodes)
+        self.engine = Engine(
+            built.nodes, built.resources, runner, self._owner, built.device, built.dtype, self._step_done
+        )
+        self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
+        self._live: dict[str, _Live] = {}
+        self._timeouts: list[tuple[float, str]] = []  # heap; entries of requests that have ended are skipped
+        self._running = 0
+        self._events: list[Event] = []
+        self._next_check = time.monotonic()
+        self._checked = False
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+    def submit(self, request: EngineRequest) -> None:
+        """Queue *request*. Never raises for what the request is: a refusal is a ``Failed`` event."""
+        now = time.monotonic()
+        if request.id in self._live:
+            self._refuse(request, RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_id"))
+            return
+        try:
+            live = self._admit_later(request, now)
+        except RequestError as error:
+            self._refuse(request, error)
+        except Exception as error:
+            log.exception("request %r could not be set up", request.id)
+            self._refuse(request, error)
+        else:
+            self._live[request.id] = live
+            if live.deadline is not None:
+                heapq.heappush(self._timeouts, (live.deadline, request.id))
+            self.hook.mstar_request_submitted(request=request)
+
+    def _admit_later(self, request: EngineRequest, now: float) -> _Live:
+        needs = self.admission.needs(request)
+        run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
+        timeout = request.timeout or self.config.deployment.request_timeout_s
+        live = _Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
+        if request.session is not None:
+            live.holding.session = self.sessions.acquire(request.session, request.id, now)
+        try:
+            self.scheduler.submit(Ticket(request.id, request.tenant, request.priority, now, live))
+        except RequestError:
+            self._release(live, keep_session=True, now=now)
+            raise
+        return live
+
+    def push(self, push: Push) -> None:
+        live = self._live.get(push.id)
+        if live is None:
+            return  # it has ended; its end is on the way to the client
+        try:
+            live.run.push(push)
+        except RequestError as error:
+            self._fail(live, error)
+        else:
+            self._collect(live)
+
+    def cancel(self, cancel: Cancel) -> None:
+        live = self._live.get(cancel.id)
+        if live is not None:
+            self._finish(live, cancel.reason)
+
+    def ack(self, request: str, stream: str, items: int) -> None:
+        live = self._live.get(request)
+        if live is not None:
+            live.run.ack(stream, items)
+            self._collect(live)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+    def step(self) -> bool:
+        """Admit what can be admitted and run one batch. ``False`` when nothing was ready."""
+        now = time.monotonic()
+        self._expire(now)
+        if self.scheduler.waiting:
+            self._start_requests(now)
+        batch = self.scheduler.next(now)
+        if batch is None:
+            self._idle(now)
+            return False
+        self._checked = False
+        self._run(batch)
+        return True
+
+    def events(self) -> list[Event]:
+        """What happened since the last call, in order."""
+        events, self._events[:] = self._events[:], []
+        return events
+
+    def next_deadline(self) -> float | None:
+        """Until when (monotonic seconds) an idle worker may sleep."""
+        times = [self._timeouts[0][0]] if self._timeouts else []
+        expiry = self.sessions.next_expiry()
+        if expiry is not None:
+            times.append(expiry)
+        if not self._checked:
+            times.append(self._next_check)
+        return min(times, default=None)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "running": self._running,
+            "waiting": self.scheduler.waiting,
+            "sessions": len(self.sessions),
+            "steps": self.engine.steps,
+            "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+        }
+
+    def close(self) -> None:
+        """End every request with an error and free everything."""
+        for live in list(self._live.values()):
+            self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
+        self.sessions.close()
+
+    # --- requests begin -----------------------------------------------------------------------------------------------
+    def _start_requests(self, now: float) -> None:
+        failed: list[tuple[_Live, Exception]] = []
+
+        def admit(ticket: Ticket) -> bool:
+            live: _Live = ticket.payload
+            if self._running >= self.config.deployment.max_concurrent_requests:
+                return False
+            try:
+                if not self.admission.reserve(live.request, live.holding):
+                    return False
+            except Exception as error:
+                failed.append((live, error))
+                return True
+            live.started = now
+            self._running += 1
+            return True
+
+        for ticket in self.scheduler.start(admit):
+            live: _Live = ticket.payload
+            if live.started is not None:
+                self._begin(live)
+        for live, error in failed:
+            self._fail(live, error)
+
+    def _begin(self, live: _Live) -> None:
+        started = live.started or 0.0
+        self.hook.mstar_request_started(request=live.request, queued_s=started - live.arrival)
+        parent = self._live.get(live.request.sibling_of or "")
+        if self._shares_prompts and parent is not None and parent.started is not None and parent.fresh:
+            parent.siblings.append(live)  # its prompt is being computed: wait and share it
+            return
+        self._guarded(live, live.run.start)
+
+    def _guarded(self, live: _Live, action: Callable[[], None]) -> None:
+        """Run a route or a stream operation of *live*; what it raises ends that request only."""
+        try:
+            action()
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("request %r failed", live.request.id)
+            self._fail(live, error)
+        else:
+            self._collect(live)
+
+    def _collect(self, live: _Live) -> None:
+        """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
+        run = live.run
+        if run.ready:
+            now = time.monotonic()
+            ready, run.ready = run.ready, []
+            for call in ready:
+                if call.op.entry.prefix and live.fresh and call.done == 0:
+                    self._reuse_prefix(live, call)
+                self._offer(live, call, now)
+        if run.finished and live.started is not None:
+            self._finish(live, _overall(run.reasons))
+
+    def _offer(self, live: _Live, call: CallRun, now: float) -> None:
+        entry = call.op.entry
+        self.scheduler.ready(
+            Item(
+                live.request.id,
+                call.group,
+                max(call.remaining, 1),
+                entry.chunk is not None,
+                call.decode,
+                live.run.deadline(call.partition.name, now),
+                live.request.priority,
+                call,
+            )
+        )
+
+    def _reuse_prefix(self, live: _Live, call: CallRun) -> None:
+        """Let the call skip the head of its tokens that all of its resources already hold."""
+        ref = call.inputs[call.op.primary or ""]
+        ids = ref.to_host() if not ref.row else [ref.to_host()]
+        mine = [(self.resources[name], self._owner_of(live, name, call)) for name in call.op.entry.resources]
+        sibling = self._live.get(live.request.sibling_of or "")
+        hits = []
+        for resource, owner in mine:
+            parent = None if sibling is None else self._owner_of(sibling, resource.name, call)
+            hit = resource.match(owner, ids, parent)
+            if hit is not None:
+                hits.append(hit)
+        skipped = min(hits, default=0)
+        if skipped <= 0:
+            return
+        for resource, owner in mine:
+            parent = None if sibling is None else self._owner_of(sibling, resource.name, call)
+            resource.skip(owner, ids[:skipped], parent)
+        call.done = live.cached = skipped
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+    def _run(self, batch: Batch) -> None:
+        work = []
+        for item, tokens in zip(batch.items, batch.tokens, strict=True):
+            call: CallRun = item.payload
+            tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
+            work.append(Work(call, call.done, tokens, call.done + tokens >= call.length))
+        results = self.engine.run(work)
+        for w, result in zip(work, results, strict=True):
+            live = self._live.get(w.call.run.request.id)
+            if live is None:
+                continue  # ended by an earlier row of this very step
+            if isinstance(result, Exception):
+                self._fail(live, result)
+            else:
+                self._advance(live, w, result)
+
+    def _advance(self, live: _Live, w: Work, result: RowResult) -> None:
+        call = w.call
+        call.done += w.tokens
+        call.chunks += 1
+        if result.outputs is None:
+            self._offer(live, call, time.monotonic())
+            return
+        outputs, logprobs = result.outputs, result.logprobs
+        if live.fresh and call.op.entry.prefix:
+            self._end_fresh(live)
+        self._guarded(live, lambda: live.run.complete(call, outputs, logprobs))
+
+    def _end_fresh(self, live: _Live) -> None:
+        """The prompt is computed (or never will be): siblings may go on."""
+        live.fresh = False
+        siblings, live.siblings = live.siblings, []
+        for sibling in siblings:
+            if sibling.request.id in self._live:
+                self._guarded(sibling, sibling.run.start)
+
+    def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
+        self.hook.mstar_step_done(node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
+
+    # --- requests end -------------------------------------------------------------------------------------------------
+    def _finish(self, live: _Live, reason: str) -> None:
+        if live.request.id not in self._live:
+            return
+        usage = self._usage(live)
+        event = Done(id=live.request.id, reason=reason, reasons=live.run.reasons, usage=usage)
+        self._end(live, event, keep_session=True)
+
+    def _fail(self, live: _Live, error: Exception) -> None:
+        # After a fault of ours nobody knows what the session's state holds; a client's mistake does not touch it.
+        self._end(live, _failed(live.request.id, error), keep_session=isinstance(error, RequestError))
+
+    def _end(self, live: _Live, event: Done | Failed, keep_session: bool) -> None:
+        if self._live.pop(live.request.id, None) is None:
+            return
+        self.scheduler.forget(live.request.id)
+        if live.started is not None:
+            self._running -= 1
+        self._release(live, keep_session, time.monotonic())
+        self._events.append(event)
+        self.hook.mstar_request_ended(request=live.request, event=event)
+        self._end_fresh(live)
+
+    def _release(self, live: _Live, keep_session: bool, now: float) -> None:
+        self.admission.release(live.holding)
+        session = live.holding.session
+        if session is not None:
+            live.holding.session = None
+            self.sessions.give_back(session, now, keep=keep_session)
+
+    def _refuse(self, request: EngineRequest, error: Exception) -> None:
+        self._events.append(_failed(request.id, error))
+
+    def _usage(self, live: _Live) -> Usage:
+        now = time.monotonic()
+        started = live.started if live.started is not None else now
+        output: dict[str, int] = {}
+        for stream in live.run.out.values():
+            modality = stream.spec.modality
+            output[modality] = output.get(modality, 0) + stream.items
+        return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
+
+    def _expire(self, now: float) -> None:
+        while self._timeouts and self._timeouts[0][0] <= now:
+            deadline, request = heapq.heappop(self._timeouts)
+            live = self._live.get(request)
+            if live is not None and live.deadline == deadline:
+                took = f"the request took longer than {deadline - live.arrival:g} s"
+                self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
+
+    # --- books --------------------------------------------------------------------------------------------------------
+    def _owner(self, work: Work, resource: str) -> Owner:
+        call = work.call
+        return self._owner_of(self._live[call.run.request.id], resource, call)
+
+    def _owner_of(self, live: _Live, resource: str, call: CallRun) -> Owner:
+        return self.admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
+
+    def _close(self, resource: str, owner: Owner) -> None:
+        self.resources[resource].close(owner)
+
+    def _idle(self, now: float) -> None:
+        self.sessions.expire(now)
+        if now >= self._next_check and not self._checked:
+            self._next_check = now + self.config.deployment.engine.idle_check_s
+            self.check()
+            self._checked = True
+
+    def check(self) -> None:
+        """Raise :class:`~mstar.resources.base.IntegrityError` if a pool's books do not balance."""
+        for name, resource in self.resources.items():
+            owners = self.sessions.open_owners(name)
+            for live in self._live.values():
+                held = live.holding.session.owners if live.holding.session is not None else set()
+                owners += [o for n, o in live.holding.owners if n == name and (n, o) not in held]
+            resource.check(owners)
+
+
+def _overall(reasons: dict[str, str]) -> str:
+    """One word for the whole request: ``length`` and ``stop`` say more than ``done`` and the ends of inner streams."""
+    for word in ("length", "stop"):
+        if word in reasons.values():
+            return word
+    return next((r for r in reasons.values() if r != "done"), "done")
+
+
+def _failed(request: str, error: Exception) -> Failed:
+    if isinstance(error, RequestError):
+        return Failed(
+            id=request,
+            message=error.message,
+            code=error.code,
+            status=error.status,
+            type=error.type,
+            param=error.param,
+            retry_after=getattr(error, "retry_after", None),
+        )
+    return Failed(id=request, message=f"the model failed on this request: {type(error).__name__}: {error}")

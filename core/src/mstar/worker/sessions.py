@@ -1,0 +1,83 @@
+"""Named state that outlives its request: bounded in number and age, never evicted while in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mstar.resources.base import Owner
+from mstar.spec.errors import RequestError, TooBusy
+
+__all__ = ["Session", "Sessions"]
+
+
+@dataclass(slots=True)
+class Session:
+    """*owners*: (resource, owner) pairs whose state it keeps. *user*: the request that holds it now."""
+
+    name: str
+    last_used: float
+    user: str | None = None
+    owners: set[tuple[str, Owner]] = field(default_factory=set)
+
+    @property
+    def key(self) -> str:
+        return f"session:{self.name}"
+
+
+class Sessions:
+    """:param release: closes one (resource, owner) of an evicted session."""
+
+    def __init__(self, limit: int, ttl_s: float, release: Callable[[str, Owner], None]):
+        self.limit, self.ttl_s, self._release = limit, ttl_s, release
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def acquire(self, name: str, request: str, now: float) -> Session:
+        """Take session *name* for *request*, making it if need be. Raises when it is in use or no more fit."""
+        session = self._sessions.get(name)
+        if session is None:
+            if len(self._sessions) >= self.limit and not self.evict_one():
+                raise TooBusy(f"all {self.limit} sessions are in use; try again later or raise max_sessions")
+            session = self._sessions[name] = Session(name, now)
+        elif session.user is not None:
+            raise RequestError(
+                f"session {name!r} is in use by another request", param="session", code="session_busy", status=409
+            )
+        session.user, session.last_used = request, now
+        return session
+
+    def give_back(self, session: Session, now: float, *, keep: bool) -> None:
+        """The request has ended. ``keep=False`` drops the state: after an error nobody knows what it holds."""
+        session.user, session.last_used = None, now
+        if not keep or not session.owners:
+            self._drop(session)
+
+    def evict_one(self) -> bool:
+        """Drop the idle session that was used longest ago; ``False`` if none is idle."""
+        idle = [s for s in self._sessions.values() if s.user is None]
+        if not idle:
+            return False
+        self._drop(min(idle, key=lambda s: s.last_used))
+        return True
+
+    def expire(self, now: float) -> None:
+        for session in [s for s in self._sessions.values() if s.user is None and now - s.last_used > self.ttl_s]:
+            self._drop(session)
+
+    def open_owners(self, resource: str) -> list[Owner]:
+        return [owner for s in self._sessions.values() for name, owner in s.owners if name == resource]
+
+    def next_expiry(self) -> float | None:
+        return min((s.last_used + self.ttl_s for s in self._sessions.values() if s.user is None), default=None)
+
+    def close(self) -> None:
+        for session in list(self._sessions.values()):
+            self._drop(session)
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.name]
+        for resource, owner in session.owners:
+            self._release(resource, owner)
