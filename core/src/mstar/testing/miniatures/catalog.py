@@ -1,0 +1,363 @@
+"""The miniatures' descriptions and closed forms. No torch: this is what a plugin's light module looks like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from mstar.testing.miniatures.common import VOCAB, Example, MiniKnobs, Miniature, decode, encode
+
+__all__ = ["MINIATURES", "VOCAB"]
+
+PRIME = 97  # modulus of the hybrid's recurrence
+BLANK = 4  # the transducer's blanks: multiples of this
+STEPS_PER_CALL = 5
+TAPS = (1.0, 0.5, 0.25)  # the codec's filter, newest code first
+FRAME = 4  # samples a code; items a chunk of the duplex stream
+CODEBOOKS = 3
+PADS = 2  # frames that the talker adds after its input has ended
+WINDOW = 4
+CONTROLS = 3
+CHUNK = 4
+
+
+# --- closed forms --------------------------------------------------------------------------------------------------------
+
+
+def continue_sum(ids: list[int], count: int, extra: int = 0) -> list[int]:
+    """Each token is the sum of all before it, plus their number, plus *extra*, modulo the vocabulary."""
+    context, out = list(ids), []
+    for _ in range(count):
+        out.append((sum(context) + len(context) + extra) % VOCAB)
+        context.append(out[-1])
+    return out
+
+
+def hybrid_answer(ids: list[int], count: int) -> list[int]:
+    """Sum of the context plus the state of ``s ← 2s + id mod 97``."""
+    context, state, out = list(ids), 0, []
+    for token in ids:
+        state = (2 * state + token) % PRIME
+    for _ in range(count):
+        out.append((sum(context) + state) % VOCAB)
+        context.append(out[-1])
+        state = (2 * state + out[-1]) % PRIME
+    return out
+
+
+def planner_answer(ids: list[int]) -> list[int]:
+    out = [sum(ids) % VOCAB]
+    while out[-1] % 7 and len(out) < 13:
+        out.append(out[-1] * 2 % VOCAB if out[-1] % 2 else (out[-1] + 5) % VOCAB)
+    return out
+
+
+def ctc_answer(frames: np.ndarray) -> list[int]:
+    padded = np.append(frames, frames[-1]) if len(frames) % 2 else frames
+    return [int(v) for v in np.rint(padded.reshape(-1, 2).mean(1))]
+
+
+def transducer_answer(frames: list[int]) -> list[int]:
+    out, last = [], 0
+    for frame in frames:
+        token = (frame + last) % VOCAB
+        if token % BLANK:
+            out.append(token)
+            last = token
+    return out
+
+
+def fir_answer(codes: list[int]) -> np.ndarray:
+    padded = np.concatenate([np.zeros(len(TAPS) - 1), np.array(codes, dtype=np.float64)])
+    filtered = sum(tap * padded[len(TAPS) - 1 - i : len(padded) - i] for i, tap in enumerate(TAPS))
+    return np.repeat(np.asarray(filtered, dtype=np.float32), FRAME)
+
+
+def talker_answer(tokens: list[int]) -> list[int]:
+    """The sum of each frame's codebooks, over the thinker's tokens and the pads after them."""
+    state, sums = 0, []
+    for hidden in [*tokens, *[0] * PADS]:
+        codes = [(hidden + state) % VOCAB]
+        for depth in range(1, CODEBOOKS):
+            codes.append((codes[-1] * 2 + depth) % VOCAB)
+        state = codes[-1]
+        sums.append(sum(codes))
+    return sums
+
+
+def duplex_answer(heard: np.ndarray) -> dict[str, Any]:
+    sums = np.cumsum(heard.astype(np.float32), dtype=np.float32)
+    ends = [min(i + FRAME, len(heard)) - 1 for i in range(0, len(heard), FRAME)]
+    return {"audio": sums, "text": decode(int(np.rint(abs(sums[end]))) % VOCAB for end in ends)}
+
+
+def denoise_answer(prompt: list[int], negative: list[int], latent: np.ndarray, steps: int, scale: float) -> np.ndarray:
+    x = latent.astype(np.float64)
+    for _ in range(steps):
+        cond = x * 0.5 - sum(prompt) / VOCAB
+        uncond = x * 0.5 - 0.5 * sum(negative) / VOCAB
+        x = x - (uncond + scale * (cond - uncond)) / steps
+    return np.rint(x.clip(0, 255))
+
+
+def rollout_answer(drive: float, windows: int, start: float = 0.0) -> np.ndarray:
+    rows, x = [], start
+    for index in range(windows):
+        x = x * 0.5 + drive + index
+        rows.append([x] * 3)
+    return np.array(rows, dtype=np.float32)
+
+
+def world_answer(controls: np.ndarray) -> np.ndarray:
+    return np.stack([controls[max(0, i + 1 - WINDOW) : i + 1].mean(0) for i in range(len(controls))])
+
+
+def unified_answer(ids: list[int], count: int, canvas: np.ndarray, steps: int) -> dict[str, Any]:
+    out = continue_sum(ids, count)
+    context = [*ids, *out[:-1]]  # the last token is never fed back
+    expected = (sum(context) + len(canvas)) / (len(context) + len(canvas))
+    x = canvas.astype(np.float64)
+    for _ in range(steps + 1):
+        x = x * 0.5 + expected
+    return {"text": decode(out), "pixels": x}
+
+
+# --- knobs and requests --------------------------------------------------------------------------------------------------
+
+
+class DenoiseKnobs(MiniKnobs):
+    steps: int = Field(4, ge=1, le=32, description="Denoise steps.")
+    guidance: float = Field(2.0, ge=0, le=10, description="Guidance scale.")
+    size: int = Field(2, ge=1, le=8, description="Side of the picture in pixels.")
+
+
+class RolloutKnobs(MiniKnobs):
+    windows: int = Field(3, ge=1, le=64, description="Windows to roll forward.")
+    drive: float = Field(1.0, ge=-8, le=8, description="The action of every window.")
+
+
+class UnifiedKnobs(MiniKnobs):
+    steps: int = Field(2, ge=1, le=16, description="Refinements of the canvas.")
+    points: int = Field(3, ge=1, le=9, description="Points of the canvas.")
+
+
+def latent_for(text: str, size: int) -> np.ndarray:
+    """A start latent ``[size, size, 3]`` that depends on the text alone."""
+    count = size * size * 3
+    return (np.arange(count, dtype=np.float32) * 7 + len(text)).reshape(size, size, 3) % 32
+
+
+def canvas_for(points: int) -> np.ndarray:
+    return (np.arange(points * 3, dtype=np.float32) * 3 % 16).reshape(points, 3)
+
+
+def frames_for(text: str) -> np.ndarray:
+    """Two frames a character, around its id."""
+    ids = np.repeat(np.array(encode(text), dtype=np.float32), 2)
+    return ids + np.where(np.arange(len(ids)) % 2, 0.25, -0.25).astype(np.float32)
+
+
+def _text(rng: random.Random, longest: int = 40) -> str:
+    return "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(1, longest)))
+
+
+def _text_example(rng: random.Random) -> Example:
+    return Example(_text(rng), {"max_tokens": rng.randint(1, 20)})
+
+
+def _plain_example(rng: random.Random) -> Example:
+    return Example(_text(rng))
+
+
+def _items(rng: random.Random, shape: tuple[int, ...]) -> np.ndarray:
+    count = int(np.prod(shape))
+    return np.array([rng.randint(-8, 8) for _ in range(count)], dtype=np.float32).reshape(shape)
+
+
+def _appends(rng: random.Random, stream: str, shape: tuple[int, ...], most: int) -> Example:
+    pieces = [(stream, _items(rng, (rng.randint(1, most), *shape))) for _ in range(rng.randint(1, 5))]
+    return Example(appends=tuple(pieces))
+
+
+def joined(example: Example) -> np.ndarray:
+    """All that the client sends, as one array."""
+    return np.concatenate([items for _, items in example.appends])
+
+
+def _denoise_example(rng: random.Random) -> Example:
+    knobs = {"steps": rng.randint(1, 8), "guidance": float(rng.randint(0, 4)), "size": rng.choice([1, 2, 2, 3])}
+    return Example(_text(rng, 12), knobs)
+
+
+def _count(example: Example) -> int:
+    count: int = example.knobs.get("max_tokens", 16)
+    return count
+
+
+def _speech(example: Example) -> Mapping[str, Any]:
+    return {"audio": fir_answer(continue_sum(encode(example.text), _count(example)))}
+
+
+def _omni(example: Example) -> Mapping[str, Any]:
+    tokens = continue_sum(encode(example.text), _count(example))
+    return {"text": decode(tokens), "audio": fir_answer(talker_answer(tokens))}
+
+
+def _denoise(example: Example) -> Mapping[str, Any]:
+    k = DenoiseKnobs(**example.knobs)
+    ids = encode(example.text)
+    return {"image": denoise_answer(ids, [1], latent_for(example.text, k.size), k.steps, k.guidance)[None]}
+
+
+def _unified(example: Example) -> Mapping[str, Any]:
+    k = UnifiedKnobs(**example.knobs)
+    return unified_answer(encode(example.text), _count(example), canvas_for(k.points), k.steps)
+
+
+_MODELS = "mstar.testing.miniatures."
+_PROCESSORS = "mstar.testing.miniatures.processors:"
+_TEXT = {"text": "text"}
+_LANGUAGE = ("generate", "chat", "completion")
+
+MINIATURES = (
+    Miniature(
+        "mini_chat",
+        "shape 1: autoregressive text with paged KV and prefix reuse",
+        _MODELS + "text:Chat",
+        _TEXT,
+        _text_example,
+        lambda e: {"text": decode(continue_sum(encode(e.text), _count(e)))},
+        abilities=_LANGUAGE,
+    ),
+    Miniature(
+        "mini_seq2seq",
+        "shape 2: encoder, then decoder with write-once cross-attention",
+        _MODELS + "text:Seq2Seq",
+        _TEXT,
+        _text_example,
+        lambda e: {"text": decode(continue_sum([0], _count(e), sum(encode(e.text))))},
+        prepare=_PROCESSORS + "Seq2SeqProcessor",
+    ),
+    Miniature(
+        "mini_ctc",
+        "shape 3: encoder and CTC head without state",
+        _MODELS + "speech:Ctc",
+        _TEXT,
+        _plain_example,
+        lambda e: {"text": decode(ctc_answer(frames_for(e.text)))},
+        prepare=_PROCESSORS + "FramesProcessor",
+    ),
+    Miniature(
+        "mini_transducer",
+        "shape 4: transducer with state slots, many steps an iteration",
+        _MODELS + "speech:Transducer",
+        _TEXT,
+        _plain_example,
+        lambda e: {"text": decode(transducer_answer(encode(e.text)))},
+        prepare=_PROCESSORS + "IdFramesProcessor",
+    ),
+    Miniature(
+        "mini_tts",
+        "shape 5: language model → codec, streamed in a window ramp",
+        _MODELS + "speech:Tts",
+        {"audio": "audio"},
+        _text_example,
+        _speech,
+    ),
+    Miniature(
+        "mini_omni",
+        "shape 6: thinker → talker with a depth loop → codec",
+        _MODELS + "speech:Omni",
+        {"text": "text", "audio": "audio"},
+        _text_example,
+        _omni,
+        abilities=("generate", "chat"),
+    ),
+    Miniature(
+        "mini_duplex",
+        "shape 7: full duplex, clocked by the client's stream",
+        _MODELS + "speech:Duplex",
+        {"text": "text", "audio": "audio"},
+        lambda rng: _appends(rng, "audio_in", (), 11),
+        lambda e: duplex_answer(joined(e)),
+        live=("audio_in",),
+        prepare=_PROCESSORS + "LiveProcessor",
+    ),
+    Miniature(
+        "mini_hybrid",
+        "shape 8: recurrent and attention layers in one node",
+        _MODELS + "text:Hybrid",
+        _TEXT,
+        _text_example,
+        lambda e: {"text": decode(hybrid_answer(encode(e.text), _count(e)))},
+        abilities=_LANGUAGE,
+    ),
+    Miniature(
+        "mini_denoise",
+        "shape 9: denoise loop with guidance branches and per-request step counts",
+        _MODELS + "worlds:Denoise",
+        {"image": "image"},
+        _denoise_example,
+        _denoise,
+        knobs=DenoiseKnobs,
+        prepare=_PROCESSORS + "DenoiseProcessor",
+        tolerance=1.0,
+    ),
+    Miniature(
+        "mini_rollout",
+        "shape 10: windowed rollout with a session that is resumed",
+        _MODELS + "worlds:Rollout",
+        {"state": "state"},
+        lambda rng: Example(knobs={"windows": rng.randint(1, 9), "drive": float(rng.randint(-4, 4))}),
+        lambda e: {"state": rollout_answer(e.knobs["drive"], e.knobs["windows"])},
+        knobs=RolloutKnobs,
+        prepare=_PROCESSORS + "LiveProcessor",
+        tolerance=1e-5,
+    ),
+    Miniature(
+        "mini_world",
+        "shape 11: interactive world with rolling KV and a control per frame",
+        _MODELS + "worlds:World",
+        {"frames": "state"},
+        lambda rng: _appends(rng, "controls", (CONTROLS,), 4),
+        lambda e: {"frames": world_answer(joined(e))},
+        live=("controls",),
+        prepare=_PROCESSORS + "LiveProcessor",
+        tolerance=1e-5,
+    ),
+    Miniature(
+        "mini_policy",
+        "shape 12: observation → action chunk, pipelined",
+        _MODELS + "worlds:Policy",
+        {"actions": "action"},
+        lambda rng: _appends(rng, "observations", (3,), 4),
+        lambda e: {"actions": joined(e)[:, None, :] * np.arange(1, CHUNK + 1, dtype=np.float32)[None, :, None]},
+        live=("observations",),
+        prepare=_PROCESSORS + "LiveProcessor",
+    ),
+    Miniature(
+        "mini_unified",
+        "shape 13: understanding and generation walks on one node",
+        _MODELS + "worlds:Unified",
+        {"text": "text", "pixels": "state"},
+        lambda rng: Example(
+            _text(rng), {"max_tokens": rng.randint(1, 8), "steps": rng.randint(1, 5), "points": rng.randint(1, 9)}
+        ),
+        _unified,
+        knobs=UnifiedKnobs,
+        prepare=_PROCESSORS + "UnifiedProcessor",
+        tolerance=1e-4,
+    ),
+    Miniature(
+        "mini_planner",
+        "shape 14: walks chosen by the previous walk's output",
+        _MODELS + "text:Planner",
+        _TEXT,
+        _plain_example,
+        lambda e: {"text": decode(planner_answer(encode(e.text)))},
+    ),
+)

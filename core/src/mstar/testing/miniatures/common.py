@@ -1,0 +1,176 @@
+"""What the miniatures share: an alphabet, a processor, and the description of one miniature."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mstar.spec.errors import RequestError
+from mstar.spec.knobs import Knobs, SamplingKnobs
+from mstar.spec.model import Ability, Licence, ModelSpec
+from mstar.spec.processor import (
+    ArrayDelta,
+    AudioDelta,
+    Delta,
+    FramesDelta,
+    Prepared,
+    Processor,
+    Renderer,
+    TextDelta,
+)
+from mstar.spec.request import Emit, EngineRequest, SamplingParams
+from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Task, Text
+
+__all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
+VOCAB = len(ALPHABET)
+RATE = 8000
+
+
+def encode(text: str) -> list[int]:
+    """One id per character; characters outside the alphabet fold into it."""
+    return [ALPHABET.index(c) if c in ALPHABET else ord(c) % VOCAB for c in text]
+
+
+def decode(ids: Iterable[int]) -> str:
+    return "".join(ALPHABET[i] for i in ids)
+
+
+class MiniKnobs(SamplingKnobs):
+    """Greedy and short unless asked otherwise."""
+
+    temperature: float = 0.0
+    max_tokens: int | None = 16
+
+
+@dataclass(frozen=True)
+class Example:
+    """One request to a miniature. *appends*: what the client sends while it runs, as (stream, items)."""
+
+    text: str = ""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    appends: tuple[tuple[str, Any], ...] = ()
+    want: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """A tiny model whose right answer can be computed in closed form.
+
+    :param streams: client stream → modality of what it carries. :param live: streams that the client feeds.
+    :param example: draws a request. :param expected: stream → the whole of what that stream must carry for an example:
+        a string for text, else an array. :param tolerance: absolute, for arrays.
+    """
+
+    key: str
+    summary: str
+    model: str
+    streams: Mapping[str, str]
+    example: Callable[[random.Random], Example]
+    expected: Callable[[Example], Mapping[str, Any]]
+    knobs: type[Knobs] = MiniKnobs
+    abilities: tuple[Ability, ...] = ("generate",)
+    live: tuple[str, ...] = ()
+    prepare: str = ""
+    tolerance: float = 0.0
+    deployment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(
+            key=self.key,
+            family="miniatures",
+            summary=self.summary,
+            weights=(),
+            licence=Licence("Apache-2.0"),
+            model=self.model,
+            processor=self.prepare or "mstar.testing.miniatures.common:MiniProcessor",
+            knobs=self.knobs,
+            abilities=self.abilities,
+            outputs=tuple(sorted(set(self.streams.values()))),
+            deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
+        )
+
+
+def text_of(task: Task) -> str:
+    """The request's text, whatever route it came by."""
+    if isinstance(task, GenerateTask):
+        return task.text
+    if isinstance(task, CompletionTask):
+        return task.prompt if isinstance(task.prompt, str) else decode(task.prompt)
+    if isinstance(task, ChatTask):
+        return "".join(p.text for m in task.messages for p in m.content if isinstance(p, Text))
+    raise RequestError(f"miniatures take no {type(task).__name__}")
+
+
+class MiniProcessor(Processor):
+    """Characters in, values out. Subclasses override :meth:`inputs`."""
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        """The graph's inputs."""
+        ids = encode(text_of(task))
+        if not ids:
+            raise RequestError("'text' must not be empty", param="text")
+        return {"prompt": np.array(ids, dtype=np.int64)}
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        knobs = task.knobs
+        sampling = {}
+        if isinstance(knobs, SamplingKnobs):
+            sampling["sampler"] = SamplingParams(
+                temperature=knobs.temperature,
+                top_p=knobs.top_p,
+                top_k=knobs.top_k,
+                min_p=knobs.min_p,
+                repetition_penalty=knobs.repetition_penalty,
+                frequency_penalty=knobs.frequency_penalty,
+                presence_penalty=knobs.presence_penalty,
+                seed=knobs.seed,
+                max_tokens=knobs.max_tokens or 16,
+                min_tokens=knobs.min_tokens,
+                logprobs=task.logprobs,
+                logit_bias=dict(task.logit_bias),
+            )
+        inputs = self.inputs(task)
+        request = EngineRequest(
+            id=request_id,
+            inputs=inputs,
+            params=knobs.model_dump(),
+            sampling=sampling,
+            want=task.want,
+            client_streams=task.live if isinstance(task, GenerateTask) else (),
+            session=task.session,
+            tenant=task.tenant,
+        )
+        return Prepared(request, prompt_tokens=len(inputs.get("prompt", ())))
+
+    def renderer(self, task: Task, prepared: Prepared) -> Renderer:
+        from mstar.testing.miniatures import miniature
+
+        return MiniRenderer(miniature(self.context.spec.key).streams)
+
+    def token_bytes(self, token: int) -> bytes:
+        return ALPHABET[token].encode()
+
+
+class MiniRenderer(Renderer):
+    def __init__(self, streams: Mapping[str, str]):
+        self.streams = streams
+
+    def feed(self, event: Emit) -> Iterable[Delta]:
+        modality = self.streams[event.stream]
+        if modality == "text":
+            ids = tuple(event.data)
+            yield TextDelta(decode(ids), ids, tuple(event.logprobs or ()), event.stream)
+        elif modality == "audio":
+            yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
+        elif modality == "image":
+            for frame in np.asarray(event.data):
+                yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
+        else:
+            yield ArrayDelta(np.asarray(event.data), modality, event.stream)

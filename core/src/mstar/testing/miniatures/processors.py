@@ -1,0 +1,55 @@
+"""The miniatures' processors, where one input is not enough."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mstar.spec.tasks import Task
+from mstar.testing.miniatures.catalog import canvas_for, frames_for, latent_for
+from mstar.testing.miniatures.common import MiniProcessor, encode, text_of
+
+__all__ = [
+    "DenoiseProcessor",
+    "FramesProcessor",
+    "IdFramesProcessor",
+    "LiveProcessor",
+    "Seq2SeqProcessor",
+    "UnifiedProcessor",
+]
+
+
+class Seq2SeqProcessor(MiniProcessor):
+    def inputs(self, task: Task) -> dict[str, Any]:
+        return {**super().inputs(task), "start": np.zeros(1, dtype=np.int64)}
+
+
+class FramesProcessor(MiniProcessor):
+    def inputs(self, task: Task) -> dict[str, Any]:
+        super().inputs(task)  # refuses empty text
+        return {"frames": frames_for(text_of(task))}
+
+
+class IdFramesProcessor(MiniProcessor):
+    def inputs(self, task: Task) -> dict[str, Any]:
+        return {"frames": super().inputs(task)["prompt"].astype(np.float32)}
+
+
+class LiveProcessor(MiniProcessor):
+    """Everything arrives in the knobs or during the request."""
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        return {}
+
+
+class DenoiseProcessor(MiniProcessor):
+    def inputs(self, task: Task) -> dict[str, Any]:
+        latent = latent_for(text_of(task), task.knobs.size)
+        return {**super().inputs(task), "negative": np.array([1], dtype=np.int64), "latent": latent}
+
+
+class UnifiedProcessor(MiniProcessor):
+    def inputs(self, task: Task) -> dict[str, Any]:
+        ids = np.array(encode(text_of(task)), dtype=np.int64)
+        return {**super().inputs(task), "prompt": ids, "canvas": canvas_for(task.knobs.points)}

@@ -1,0 +1,259 @@
+"""Shapes 1, 2, 8 and 14: text models whose next token is an exact sum over what their state holds.
+
+Attention with equal scores returns the mean of the values. With one-hot values and a known context length the counts of
+all tokens follow exactly, so the model knows its context through the KV cache and through nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.nn.model import Demand, Model, Outcome, Run
+from mstar.nn.node import Node, Step
+from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partition, Port, Seq, Stream, TokenStop
+from mstar.spec.request import EngineRequest
+from mstar.spec.resources import CrossKV, PagedKV, Positions, RecurrentState, ResourceSpec, Sampler
+from mstar.testing.miniatures.catalog import PRIME, VOCAB
+
+__all__ = ["Chat", "Hybrid", "Planner", "Seq2Seq"]
+
+IDS = Port("ids", "int64", ("T",), "packed")
+TOKEN = Port("token", "int64", (), "stacked")
+PROMPT = Port("prompt", "int64", ("T",), "packed")
+TEXT = Stream("text", "main", CLIENT, TOKEN, "tokens")
+KV = PagedKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, max_tokens=256, page_size=4, dtype="float32")
+
+
+def one_hot(ids: Tensor) -> Tensor:
+    """``[N, 1, VOCAB]`` float32."""
+    return torch.nn.functional.one_hot(ids, VOCAB).float()[:, None]
+
+
+def context_sums(step: Step, ids: Tensor) -> Tensor:
+    """Sum of all token ids up to and including each token, ``[N]``, read back from the KV cache."""
+    value = one_hot(ids)
+    mean = step["kv"].attend(0, torch.zeros_like(value), torch.zeros_like(value), value)[:, 0]
+    counts = torch.round(mean * (step["positions"].positions + 1)[:, None])
+    return (counts @ torch.arange(VOCAB, dtype=torch.float32)).long()
+
+
+def token_logits(token: Tensor) -> Tensor:
+    """Logits ``[rows, VOCAB]`` with a clear favourite at *token*."""
+    return torch.nn.functional.one_hot(token, VOCAB).float() * 8
+
+
+def generate(call: Call, inputs: Mapping[str, Any] | None = None) -> Seq:
+    """Prefill from the prompt, then decode until the sampler's bounds."""
+    extra = dict(inputs or {})
+    prefill = Call(call.node, call.entry, {"ids": "prompt", **extra}, call.outputs, call.emit)
+    decode_call = Call(call.node, call.entry, {"ids": "token", **extra}, call.outputs, call.emit)
+    return Seq(prefill, Loop(decode_call, TokenStop("token")))
+
+
+LM_CALL = Call("lm", outputs={"token": "token"}, emit={"token": "text"})
+
+
+def text_demand(request: EngineRequest) -> Iterable[Demand]:
+    length = len(request.inputs.get("prompt", ())) + request.sampling["sampler"].max_tokens
+    yield Demand("kv", tokens=length)
+
+
+class SumNode(Node):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        token = (context_sums(step, ids) + step["positions"].positions + 1) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token[step.last]))}
+
+
+class Chat(Model):
+    """Shape 1: autoregressive text with paged KV and prefix reuse."""
+
+    def graph(self) -> Graph:
+        entry = Entry(
+            inputs=(IDS,), outputs=(TOKEN,), chunk="ids", resources=("kv", "positions", "sampler"), prefix=True
+        )
+        return Graph(
+            nodes=(NodeSpec("lm", (entry,)),),
+            walks={"generate": generate(LM_CALL)},
+            partitions=(Partition("main", ("generate",)),),
+            streams=(TEXT,),
+            inputs=(PROMPT,),
+        )
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {"kv": KV, "positions": Positions(), "sampler": Sampler(vocab=VOCAB)}
+
+    def build(self, node: str) -> Node:
+        return SumNode()
+
+    def demand(self, request: EngineRequest) -> Iterable[Demand]:
+        return text_demand(request)
+
+
+# --- shape 2 -----------------------------------------------------------------------------------------------------------
+
+
+class MemoryEncoder(Node):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        return {"memory": one_hot(ids)[:, 0]}
+
+
+class CrossDecoder(Node):
+    def prime(self, step: Step, memory: Tensor) -> dict[str, Any]:
+        """Write the cross keys and values, and the memory's length as the last value column's scale."""
+        step["cross"].write(0, torch.zeros_like(memory)[:, None], memory[:, None])
+        lengths = torch.tensor(step.lengths)
+        return {"size": lengths}
+
+    def forward(self, step: Step, ids: Tensor, size: Tensor) -> dict[str, Any]:
+        own = context_sums(step, ids)[step.last]
+        query = torch.zeros(ids.shape[0], 1, VOCAB)
+        mean = step["cross"].attend(0, query)[:, 0][step.last]
+        source = (torch.round(mean * size[:, None]) @ torch.arange(VOCAB, dtype=torch.float32)).long()
+        token = (own + source + step["positions"].positions[step.last] + 1) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class Seq2Seq(Model):
+    """Shape 2: an encoder, then a decoder with cross-attention that is written once."""
+
+    def graph(self) -> Graph:
+        memory = Port("memory", "float32", ("S", VOCAB), "packed")
+        size = Port("size", "int64", (), "stacked")
+        decoder = NodeSpec(
+            "decoder",
+            (
+                Entry("prime", (memory,), (size,), resources=("cross",)),
+                Entry(
+                    inputs=(IDS, size), outputs=(TOKEN,), chunk="ids", resources=("kv", "positions", "cross", "sampler")
+                ),
+            ),
+        )
+        call = Call("decoder", outputs={"token": "token"}, emit={"token": "text"})
+        decode_walk = Seq(
+            Call("decoder", inputs={"ids": "start", "size": "size"}, outputs=call.outputs, emit=call.emit),
+            Loop(
+                Call("decoder", inputs={"ids": "token", "size": "size"}, outputs=call.outputs, emit=call.emit),
+                TokenStop("token"),
+            ),
+        )
+        encode_walk = Seq(
+            Call("encoder", inputs={"ids": "prompt"}, outputs={"memory": "memory"}),
+            Call("decoder", "prime", {"memory": "memory"}, {"size": "size"}),
+        )
+        return Graph(
+            nodes=(NodeSpec("encoder", (Entry(inputs=(IDS,), outputs=(memory,)),)), decoder),
+            walks={"encode": encode_walk, "decode": decode_walk},
+            partitions=(Partition("main", ("encode", "decode")),),
+            streams=(TEXT,),
+            inputs=(PROMPT, Port("start", "int64", ("T",), "packed")),
+        )
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        cross = CrossKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, max_tokens=64, dtype="float32")
+        return {"kv": KV, "positions": Positions(), "cross": cross, "sampler": Sampler(vocab=VOCAB)}
+
+    def build(self, node: str) -> Node:
+        return MemoryEncoder() if node == "encoder" else CrossDecoder()
+
+    def demand(self, request: EngineRequest) -> Iterable[Demand]:
+        yield Demand("kv", tokens=1 + request.sampling["sampler"].max_tokens)
+        yield Demand("cross", tokens=len(request.inputs["prompt"]))
+
+
+# --- shape 8 -----------------------------------------------------------------------------------------------------------
+
+
+class HybridNode(Node):
+    """A recurrence ``s ← 2s + id mod 97`` in a state slot beside attention's sum."""
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        sums = context_sums(step, ids)[step.last]
+        state = step["state"].read("s")[:, 0].clone()
+        start = 0
+        for row, length in enumerate(step.lengths):
+            for token in ids[start : start + length].tolist():
+                state[row] = (2 * state[row] + token) % PRIME
+            start += length
+        step["state"].write("s", state[:, None])
+        token = (sums + state) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class Hybrid(Chat):
+    """Shape 8: recurrent and attention layers in one node. No prefix reuse: the recurrence keeps no checkpoints."""
+
+    def graph(self) -> Graph:
+        entry = Entry(
+            inputs=(IDS,),
+            outputs=(TOKEN,),
+            chunk="ids",
+            resources=("kv", "positions", "state", "sampler"),
+            prefix=True,  # asked for, and refused by the state resource
+        )
+        return Graph(
+            nodes=(NodeSpec("lm", (entry,)),),
+            walks={"generate": generate(LM_CALL)},
+            partitions=(Partition("main", ("generate",)),),
+            streams=(TEXT,),
+            inputs=(PROMPT,),
+        )
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {**super().resources(), "state": RecurrentState({"s": ((1,), "int64")})}
+
+    def build(self, node: str) -> Node:
+        return HybridNode()
+
+
+# --- shape 14 ----------------------------------------------------------------------------------------------------------
+
+ACTIONS = ("double", "shift")
+
+
+class Calculator(Node):
+    """Three entries on a register; which runs next is the previous one's doing."""
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        return {"value": torch.stack([part.sum() for part in torch.split(ids, list(step.lengths))]) % VOCAB}
+
+    def double(self, step: Step, value: Tensor) -> dict[str, Any]:
+        return {"value": value * 2 % VOCAB}
+
+    def shift(self, step: Step, value: Tensor) -> dict[str, Any]:
+        return {"value": (value + 5) % VOCAB}
+
+
+class Planner(Model):
+    """Shape 14: a sequence of walks chosen by what the previous walk produced."""
+
+    def graph(self) -> Graph:
+        value = Port("value", "int64", (), "stacked")
+        entries = [Entry(inputs=(IDS,), outputs=(value,))]
+        entries += [Entry(name, (value,), (value,)) for name in ACTIONS]
+        walks: dict[str, Any] = {
+            "read": Call("calc", inputs={"ids": "prompt"}, outputs={"value": "value"}, emit={"value": "text"})
+        }
+        for name in ACTIONS:
+            walks[name] = Call("calc", name, {"value": "value"}, {"value": "value"}, {"value": "text"})
+        return Graph(
+            nodes=(NodeSpec("calc", tuple(entries)),),
+            walks=walks,
+            partitions=(Partition("main", ("read", *ACTIONS)),),
+            streams=(TEXT,),
+            inputs=(PROMPT,),
+        )
+
+    def build(self, node: str) -> Node:
+        return Calculator()
+
+    def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
+        outcome = yield Run("read", signals=("value",))
+        for _ in range(12):
+            value = outcome.signals["value"]
+            if value % 7 == 0:
+                return
+            outcome = yield Run("double" if value % 2 else "shift", signals=("value",))
