@@ -44,9 +44,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         sys.modules.pop(name, None)
 
 
-def load(*extra: str, **settings: tuple[str, ...]) -> Plugins:
+def load(*extra: str, plugins: tuple[str, ...] = (), block_plugins: tuple[str, ...] = ()) -> Plugins:
     """The core, the extra modules, and of the installed plugins only those that a test allows."""
-    return load_plugins(Settings(extra_plugins=extra, **{"plugins": (), **settings}))
+    return load_plugins(Settings(extra_plugins=extra, plugins=plugins, block_plugins=block_plugins))
 
 
 def names(plugins: Plugins) -> list[str]:

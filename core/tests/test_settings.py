@@ -46,7 +46,9 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         hub_endpoint="https://mirror.example",
         offline=True,
     )
-    differing = [f.name for f in dataclasses.fields(Settings) if getattr(settings, f.name) == getattr(Settings(), f.name)]
+    differing = [
+        f.name for f in dataclasses.fields(Settings) if getattr(settings, f.name) == getattr(Settings(), f.name)
+    ]
     assert differing == [], "a field that no variable sets"
 
 

@@ -20,7 +20,7 @@ import pluggy
 import mstar
 from mstar import hookspecs
 from mstar.settings import Settings
-from mstar.spec.errors import PluginError, nearest
+from mstar.spec.errors import PluginError, SetupError, nearest
 
 __all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
 
@@ -154,8 +154,8 @@ class Plugins:
 def load_plugins(settings: Settings) -> Plugins:
     """Load the core's hooks, the installed plugins that *settings* allow and the extra modules that they name.
 
-    A blocked plugin, or one that the allow-list leaves out, is not imported. Both lists take the name of an entry point or
-    of its distribution.
+    A blocked plugin, or one that the allow-list leaves out, is not imported. Both lists take the name of an entry point
+    or of its distribution.
 
     :raises PluginError: the settings block the core itself.
     """
@@ -205,7 +205,7 @@ def _canonical(name: str) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    if isinstance(error, PluginError):
+    if isinstance(error, SetupError):
         return str(error)
     if isinstance(error, pluggy.PluginValidationError):
         return " ".join(str(error).split())

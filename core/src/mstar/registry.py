@@ -95,8 +95,8 @@ class _Table:
 class Registry:
     """All that the plugins provide. Building it imports no torch.
 
-    A plugin whose hooks return something else than they promise, or a name that another plugin has already, is put aside
-    whole (see :attr:`Plugins.broken <mstar.plugins.Plugins>`): half a plugin would be a puzzle.
+    A plugin whose hooks return something else than they promise, or a name that another plugin has already, is put
+    aside whole (see :attr:`Plugins.broken <mstar.plugins.Plugins>`): half a plugin would be a puzzle.
     """
 
     def __init__(self, plugins: Plugins):
@@ -126,7 +126,9 @@ class Registry:
                 if spec.key in specs:
                     raise PluginError(f"mstar_models returned the key {spec.key!r} twice")
                 if spec.key in self.models:
-                    raise PluginError(f"model key {spec.key!r} is taken by plugin {self.models[spec.key].plugin.name!r}")
+                    raise PluginError(
+                        f"model key {spec.key!r} is taken by plugin {self.models[spec.key].plugin.name!r}"
+                    )
                 specs[spec.key] = spec
         return list(specs.values())
 
@@ -150,8 +152,8 @@ class Registry:
     def model(self, key: str) -> ModelSpec:
         """The model that ``mstar serve KEY`` means.
 
-        :raises SetupError: there is none. Names the nearest key, and the causes of broken plugins, one of which may have
-            been meant to provide it.
+        :raises SetupError: there is none. Names the nearest key, and the causes of broken plugins, one of which may
+            have been meant to provide it.
         """
         if key not in self.models:
             hint = nearest(key, self.models) or "; no plugin provides any model: try `pip install mstar-demo`"
@@ -164,8 +166,8 @@ class Registry:
         return found
 
     def attention_backends(self) -> dict[str, Any]:
-        """All attention backends that can be imported here, by name. One that cannot (its library is for another device, or
-        is not installed) is logged and left out."""
+        """All attention backends that can be imported here, by name. One that cannot (its library is for another device,
+        or is not installed) is logged and left out."""
         table, found = self._tables["mstar_attention_backends"], {}
         for name in table.offers:
             try:

@@ -94,9 +94,9 @@ class Command:
 class Commands:
     """The sub-commands of ``mstar``. A plugin gets this object in the hook ``mstar_cli`` and adds its own::
 
-        @mstar.hookimpl
-        def mstar_cli(commands):
-            commands.add("hello", run_hello, help="Say hello.", arguments=lambda parser: parser.add_argument("name"))
+    @mstar.hookimpl
+    def mstar_cli(commands):
+        commands.add("hello", run_hello, help="Say hello.", arguments=lambda parser: parser.add_argument("name"))
     """
 
     by_name: dict[str, Command] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """``mstar serve KEY``: serve one model over HTTP.
 
-The server is a distribution of its own that the core never imports by an import statement; it is looked up by name here,
-and only here.
+The server is a distribution of its own that the core never imports by an import statement; it is looked up by name
+here, and only here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ def register(commands: Commands) -> None:
 
 def _arguments(parser: Parser) -> None:
     parser.add_argument("key", metavar="KEY", help="the model; `mstar models` lists them")
-    parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are, if not in the usual place")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it")
+    parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)"
+    )
     parser.add_argument("--device", type=_device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
     parser.add_argument(
         "--dtype",
@@ -42,7 +46,9 @@ def _arguments(parser: Parser) -> None:
     )
     parser.add_argument("--executor", help="how workers are started: processes (default), inline, or a plugin's")
     parser.add_argument("--max-concurrent", type=_positive, metavar="N", help="requests that run at once; others wait")
-    parser.add_argument("--api-key", metavar="KEY", help="clients must send it (better: MSTAR_API_KEY, which `ps` does not show)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="clients must send it (better: MSTAR_API_KEY, which `ps` does not show)"
+    )
     parser.add_argument("--accept-licence", action="store_true", help="accept the terms of the model's weights")
 
 
@@ -82,8 +88,9 @@ def _check_licence(spec: ModelSpec, *, accepted: bool) -> None:
     if spec.licence.permissive or accepted:
         return
     use = "" if spec.licence.commercial else ", which do not allow commercial use"
+    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
     raise SetupError(
-        f"the weights of {spec.key!r} come under the terms of {spec.licence.name} ({spec.licence.url or 'no link'}){use}. "
+        f"the weights of {spec.key!r} come under the terms of {terms}. "
         f"If you accept them, add --accept-licence or set MSTAR_ACCEPT_LICENCES={spec.key}"
     )
 
