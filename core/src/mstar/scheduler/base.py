@@ -1,7 +1,7 @@
 """The scheduler's contract. Plain data in, plain data out; no torch.
 
-The worker tells the scheduler what is waiting and what is ready; the scheduler answers with which requests may start and
-with the next batch. It never looks inside a request.
+The worker tells the scheduler what is waiting and what is ready; the scheduler answers with which requests may start
+and with the next batch. It never looks inside a request.
 
 Cost: ``start`` and ``next`` may cost time proportional to what they return, never to what is waiting (promise P9).
 """
@@ -20,7 +20,8 @@ Verdict = Literal["yes", "wait"]
 
 @dataclass(slots=True)
 class Ticket:
-    """A request that waits for admission. *arrival* in seconds on the worker's monotonic clock."""
+    """A request that waits for admission. *arrival* in seconds on the worker's monotonic clock. A larger *priority* is
+    more urgent."""
 
     request: str
     tenant: str = ""
@@ -37,6 +38,7 @@ class Item:
         inputs still to run (1 for calls without). :param chunkable: may be cut into several steps.
     :param decode: a step of a loop that is already running for this request: it goes before new work.
     :param deadline: monotonic seconds by which the result should be there (playback), or ``None``.
+    :param priority: a larger number is more urgent. :param cancelled: the item is dropped instead of run.
     """
 
     request: str
@@ -52,7 +54,7 @@ class Item:
 
 @dataclass(slots=True)
 class Batch:
-    """One step: items of one group and how many tokens of each. Decodes first, then by arrival."""
+    """One step: items of one group and how many tokens of each. Decodes come first."""
 
     group: tuple[Any, ...]
     items: list[Item] = field(default_factory=list)
@@ -73,7 +75,8 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def ready(self, item: Item) -> None:
-        """*item* may run. After a step that leaves part of a call undone, the worker hands the item in again."""
+        """*item* may run. After a step that leaves part of a call undone, the worker hands the same item in again, its
+        *tokens* reduced; it keeps its place."""
 
     @abc.abstractmethod
     def forget(self, request: str) -> Ticket | None:

@@ -1,0 +1,80 @@
+"""The ``mstar`` command. Starting it imports no torch: a command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import mstar
+from mstar.cli.commands import Command, Commands, Context, Parser
+from mstar.cli.output import fault, note, table
+from mstar.plugins import Plugins, load_plugins
+from mstar.settings import Settings
+from mstar.spec.errors import SetupError
+
+__all__ = ["Command", "Commands", "Context", "main", "run"]
+
+
+def main() -> None:
+    """The console script. Exit status: 0, 2 when the operator must change something, 130 when interrupted."""
+    sys.exit(run(sys.argv[1:], os.environ))
+
+
+def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the command line *words* and return the exit status. A :class:`SetupError` becomes a sentence on stderr; any
+    other exception is a bug and keeps its traceback."""
+    try:
+        return _run(list(words), environ)
+    except SetupError as error:
+        fault(str(error), colour="NO_COLOR" not in environ)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: list[str], environ: Mapping[str, str]) -> int:
+    if words and words[0] in ("--version", "-V"):
+        print(f"mstar {mstar.__version__}")
+        return 0
+    settings = Settings.from_env(environ)
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    plugins = load_plugins(settings)
+    commands = collect(plugins)
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(_overview(commands))
+        _report(plugins, environ)
+        return 0
+    if words[0].startswith("-"):
+        Parser(prog="mstar").parse(words)  # raises: names the nearest of mstar's own options
+    command = commands.find(words[0])
+    arguments = command.parser().parse(words[1:])
+    return command.run(arguments, Context(settings, plugins)) or 0
+
+
+def collect(plugins: Plugins) -> Commands:
+    """Ask every plugin for its commands. One whose command cannot be added is put aside, with all of its commands."""
+    commands = Commands()
+    for plugin in tuple(plugins.loaded):
+        own = Commands()
+        try:
+            plugins.call(plugin, "mstar_cli", commands=own)
+            commands.merge(own.by_name.values())
+        except SetupError as error:
+            plugins.reject(plugin, error)
+    return commands
+
+
+def _overview(commands: Commands) -> str:
+    rows = [(f"  {name}", command.help) for name, command in commands.by_name.items()]
+    return (
+        "usage: mstar COMMAND …\n\nServe generative multimodal models.\n\n"
+        + table(("commands:", ""), rows)
+        + "\n\n`mstar COMMAND --help` shows what a command takes; `mstar --version` the version."
+    )
+
+
+def _report(plugins: Plugins, environ: Mapping[str, str]) -> None:
+    for broken in plugins.broken:
+        note(str(broken), colour="NO_COLOR" not in environ)

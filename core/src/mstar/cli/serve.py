@@ -1,0 +1,114 @@
+"""``mstar serve KEY``: serve one model over HTTP.
+
+The server is a distribution of its own that the core never imports by an import statement; it is looked up by name
+here, and only here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from mstar.cli.commands import Commands, Context, Parser, one_of
+from mstar.registry import load_object
+from mstar.settings import Settings
+from mstar.spec.errors import SetupError
+from mstar.spec.model import ModelSpec
+
+__all__ = ["SERVER", "SERVER_OPTIONS", "register"]
+
+SERVER = "mstar_server.run:serve"
+SERVER_OPTIONS = "mstar_server.options:ServerOptions"
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    commands.add("serve", _run, help="Serve a model over HTTP.", arguments=_arguments)
+
+
+def _arguments(parser: Parser) -> None:
+    parser.add_argument("key", metavar="KEY", help="the model; `mstar models` lists them")
+    parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)"
+    )
+    parser.add_argument("--device", type=_device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
+    parser.add_argument(
+        "--dtype",
+        type=one_of("float32", "bfloat16", "float16"),
+        metavar="float32|bfloat16|float16",
+        help="default: what the device runs best",
+    )
+    parser.add_argument("--executor", help="how workers are started: processes (default), inline, or a plugin's")
+    parser.add_argument("--max-concurrent", type=_positive, metavar="N", help="requests that run at once; others wait")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="clients must send it (better: MSTAR_API_KEY, which `ps` does not show)"
+    )
+    parser.add_argument("--accept-licence", action="store_true", help="accept the terms of the model's weights")
+
+
+def _run(arguments: argparse.Namespace, context: Context) -> None:
+    settings, registry = context.settings, context.registry
+    spec = registry.model(arguments.key)
+    _check_licence(spec, accepted=arguments.accept_licence or spec.key in settings.accept_licences)
+    serve, make_options = _server()
+    options = make_options(host=arguments.host, port=arguments.port, api_key=arguments.api_key or settings.api_key)
+    serve({spec.key: _open(arguments, settings, registry)}, registry, options)
+
+
+def _open(arguments: argparse.Namespace, settings: Settings, registry: Any) -> Any:
+    from mstar.runtime.service import open_service  # imports numpy and zmq: only when a model is served
+
+    overrides = {
+        "weights": arguments.weights,
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "executor": arguments.executor,
+        "max_concurrent_requests": arguments.max_concurrent,
+    }
+    return open_service(arguments.key, settings, overrides, registry, config=arguments.config)
+
+
+def _server() -> tuple[Any, Any]:
+    """The server's ``serve`` function and its options class."""
+    try:
+        return load_object(SERVER), load_object(SERVER_OPTIONS)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != SERVER.partition(".")[0]:
+            raise  # the server is there, something that it needs is not: that is not this sentence
+        raise SetupError("the HTTP server is not installed; run `pip install mstar-server`") from None
+
+
+def _check_licence(spec: ModelSpec, *, accepted: bool) -> None:
+    if spec.licence.permissive or accepted:
+        return
+    use = "" if spec.licence.commercial else ", which do not allow commercial use"
+    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
+    raise SetupError(
+        f"the weights of {spec.key!r} come under the terms of {terms}. "
+        f"If you accept them, add --accept-licence or set MSTAR_ACCEPT_LICENCES={spec.key}"
+    )
+
+
+def _port(value: str) -> int:
+    if not value.isdecimal() or int(value) > 65535:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a port (0 to 65535)")
+    return int(value)
+
+
+def _positive(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 1")
+    return int(value)
+
+
+def _device(value: str) -> str:
+    name, colon, index = value.partition(":")
+    if value in ("cpu", "cuda") or (name == "cuda" and colon and index.isdecimal()):
+        return value
+    raise argparse.ArgumentTypeError(f"{value!r} is not a device: cpu, cuda or cuda:N")

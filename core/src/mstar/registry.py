@@ -1,0 +1,204 @@
+"""What the plugins provide, by name. Everything is looked up here and imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mstar.plugins import Plugin, Plugins, describe_broken
+from mstar.spec.errors import PluginError, SetupError, nearest
+from mstar.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from mstar.cluster.base import Executor
+    from mstar.resources.base import Resource
+    from mstar.scheduler.base import Scheduler
+
+__all__ = ["RegisteredModel", "Registry", "load_object"]
+
+log = logging.getLogger(__name__)
+
+_KINDS = {
+    "mstar_resources": "resource kind",
+    "mstar_attention_backends": "attention backend",
+    "mstar_engines": "engine",
+    "mstar_schedulers": "scheduler",
+    "mstar_executors": "executor",
+    "mstar_weight_sources": "weight source",
+}
+
+
+def load_object(target: str) -> Any:
+    """Import ``"module:Name"`` (or ``"module:Outer.inner"``) and return the object.
+
+    :raises SetupError: *target* is not of that form, or its module has no such name.
+    :raises ImportError: (or whatever the module raises) the module cannot be imported.
+    """
+    module_name, colon, path = target.partition(":")
+    if not (module_name and colon and path):
+        raise SetupError(f"{target!r} does not name an object: write it as 'module:Name'")
+    found: Any = importlib.import_module(module_name)
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise SetupError(f"{target!r}: no {part!r} there{nearest(part, _public_names(found))}") from None
+    return found
+
+
+def _public_names(found: Any) -> list[str]:
+    return [name for name in dir(found) if not name.startswith("_")]
+
+
+class RegisteredModel(NamedTuple):
+    """A model and the plugin that it came from."""
+
+    spec: ModelSpec
+    plugin: Plugin
+
+
+class _Offer(NamedTuple):
+    target: str
+    plugin: Plugin
+
+
+class _Table:
+    """The objects of one kind, by name; each is imported when it is asked for."""
+
+    def __init__(self, kind: str, plugins: Plugins):
+        self.kind = kind
+        self.offers: dict[str, _Offer] = {}
+        self._plugins = plugins
+
+    def load(self, name: str) -> Any:
+        """The object registered under *name*.
+
+        :raises SetupError: there is none; names the kind and lists what exists.
+        :raises PluginError: it is there but cannot be imported.
+        """
+        if name not in self.offers:
+            known = f"there are: {', '.join(sorted(self.offers)) or 'none'}"
+            hint = nearest(name, self.offers) if self.offers else ""
+            listed = f"{hint} ({known})" if "did you mean" in hint else f"; {known}"
+            raise SetupError(f"there is no {self.kind} {name!r}{listed}{describe_broken(self._plugins.broken)}")
+        target, plugin = self.offers[name]
+        try:
+            return load_object(target)
+        except Exception as error:
+            cause = str(error) if isinstance(error, SetupError) else f"{type(error).__name__}: {error}"
+            owner = f"plugin {plugin.name!r} ({plugin.version})"
+            raise PluginError(f"{self.kind} {name!r} of {owner} cannot be imported from {target!r}: {cause}") from error
+
+
+class Registry:
+    """All that the plugins provide. Building it imports no torch.
+
+    A plugin whose hooks return something else than they promise, or a name that another plugin has already, is put
+    aside whole (see :attr:`Plugins.broken <mstar.plugins.Plugins>`): half a plugin would be a puzzle.
+    """
+
+    def __init__(self, plugins: Plugins):
+        self.plugins = plugins
+        self.models: dict[str, RegisteredModel] = {}
+        self._tables = {hook: _Table(kind, plugins) for hook, kind in _KINDS.items()}
+        for plugin in tuple(plugins.loaded):
+            try:
+                self._take(plugin)
+            except PluginError as error:
+                plugins.reject(plugin, error)
+
+    def _take(self, plugin: Plugin) -> None:
+        """Check everything that *plugin* provides, and only then enter it."""
+        specs = self._models_of(plugin)
+        offers = {hook: self._offers_of(plugin, hook) for hook in _KINDS}
+        self.models.update({spec.key: RegisteredModel(spec, plugin) for spec in specs})
+        for hook, found in offers.items():
+            self._tables[hook].offers.update({name: _Offer(target, plugin) for name, target in found.items()})
+
+    def _models_of(self, plugin: Plugin) -> list[ModelSpec]:
+        specs: dict[str, ModelSpec] = {}
+        for result in self.plugins.call(plugin, "mstar_models"):
+            if not isinstance(result, Sequence) or not all(isinstance(spec, ModelSpec) for spec in result):
+                raise PluginError(f"mstar_models must return a list of ModelSpec, not {_describe(result)}")
+            for spec in result:
+                if spec.key in specs:
+                    raise PluginError(f"mstar_models returned the key {spec.key!r} twice")
+                if spec.key in self.models:
+                    raise PluginError(
+                        f"model key {spec.key!r} is taken by plugin {self.models[spec.key].plugin.name!r}"
+                    )
+                specs[spec.key] = spec
+        return list(specs.values())
+
+    def _offers_of(self, plugin: Plugin, hook: str) -> dict[str, str]:
+        offers: dict[str, str] = {}
+        for result in self.plugins.call(plugin, hook):
+            if not isinstance(result, dict) or not all(_is_offer(name, target) for name, target in result.items()):
+                raise PluginError(f"{hook} must return a dict of name to 'module:Class', not {_describe(result)}")
+            offers.update(result)
+        for name in offers:
+            if name in self._tables[hook].offers:
+                owner = self._tables[hook].offers[name].plugin.name
+                raise PluginError(f"{_KINDS[hook]} {name!r} is taken by plugin {owner!r}")
+        return offers
+
+    @property
+    def hook(self) -> Any:
+        """pluggy's hook relay, for observers: ``registry.hook.mstar_step_done(...)``."""
+        return self.plugins.hook
+
+    def model(self, key: str) -> ModelSpec:
+        """The model that ``mstar serve KEY`` means.
+
+        :raises SetupError: there is none. Names the nearest key, and the causes of broken plugins, one of which may
+            have been meant to provide it.
+        """
+        if key not in self.models:
+            hint = nearest(key, self.models) or "; no plugin provides any model: try `pip install mstar-demo`"
+            raise SetupError(f"there is no model {key!r}{hint}{describe_broken(self.plugins.broken)}")
+        return self.models[key].spec
+
+    def resource(self, kind: str) -> type[Resource]:
+        """The class of a resource kind."""
+        found: type[Resource] = self._tables["mstar_resources"].load(kind)
+        return found
+
+    def attention_backends(self) -> dict[str, Any]:
+        """All attention backends that can be imported here, by name. One that cannot (its library is for another device,
+        or is not installed) is logged and left out."""
+        table, found = self._tables["mstar_attention_backends"], {}
+        for name in table.offers:
+            try:
+                found[name] = table.load(name)
+            except PluginError as error:
+                log.warning("%s", error)
+        return found
+
+    def runner(self, name: str) -> Any:
+        """The :class:`mstar.engine.base.Runner` class of an engine."""
+        return self._tables["mstar_engines"].load(name)
+
+    def scheduler(self, name: str) -> type[Scheduler]:
+        """The class of a scheduling policy."""
+        found: type[Scheduler] = self._tables["mstar_schedulers"].load(name)
+        return found
+
+    def executor(self, name: str) -> type[Executor]:
+        """The class of an executor."""
+        found: type[Executor] = self._tables["mstar_executors"].load(name)
+        return found
+
+    def weight_source(self, name: str) -> Any:
+        """The :class:`mstar.weights.sources.WeightSource` class of a weight source."""
+        return self._tables["mstar_weight_sources"].load(name)
+
+
+def _is_offer(name: Any, target: Any) -> bool:
+    return isinstance(name, str) and isinstance(target, str) and ":" in target
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,0 +1,177 @@
+"""The default policy. No torch.
+
+*Admission.* A bounded queue with priorities, turns between tenants and first come, first served within a tenant; see
+:class:`~mstar.scheduler.admission.AdmissionQueue`.
+
+*Steps.* Groups with ready items take turns, so that none starves: a codec beside a language model, a prompt's encoder
+beside a denoise loop. An item whose deadline is near calls its group out of turn, earliest deadline first. Within a
+group, loops that already run go first, then calls that may be cut share the tokens that remain (chunked prefill as in
+Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`.
+
+*Cost.* Every operation costs time proportional to what it returns; deadlines add the logarithm of their number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mstar.scheduler.admission import AdmissionQueue, CompletionRate
+from mstar.scheduler.base import Batch, Item, Scheduler, Ticket
+from mstar.scheduler.groups import Deadlines, Group
+from mstar.spec.deployment import SchedulerOptions
+
+__all__ = ["DefaultScheduler"]
+
+
+class DefaultScheduler(Scheduler):
+    """Decode first, prefill in chunks beside it, groups in turn, near deadlines out of turn.
+
+    Priorities are strict (a larger number goes first) for waiting requests, and among ready items of one sort. Not safe
+    to call from several threads, nor from within *admit*.
+
+    :param group_limits: the most rows of one step of a group (:attr:`mstar.spec.graph.NodeSpec.max_rows`), or ``None``.
+    """
+
+    #: steps in a row that deadlines may take out of turn while other groups wait
+    URGENT_RUN = 3
+    #: groups without ready items that are kept for their next item
+    SPARE_GROUPS = 64
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        group_limits: Callable[[tuple[Any, ...]], int | None] = lambda group: None,
+    ):
+        self.options = options
+        self._limits = group_limits
+        self._queue = AdmissionQueue(options.max_queue, by_tenant=options.fairness == "tenant")
+        self._rate = CompletionRate()
+        self._running: set[str] = set()
+        self._items: dict[str, set[Item]] = {}
+        self._cut: dict[str, list[Item]] = {}
+        self._groups: dict[tuple[Any, ...], Group] = {}
+        self._turns: OrderedDict[Group, None] = OrderedDict()
+        self._deadlines = Deadlines()
+        self._urgent_run = 0
+        self._now = 0.0
+        self._step_began: float | None = None
+        self._step_seconds = 0.0
+
+    # --- admission ------------------------------------------------------------------------------------------------
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def submit(self, ticket: Ticket) -> None:
+        self._now = max(self._now, ticket.arrival)
+        self._queue.push(ticket, self._rate.at(self._now))
+
+    def start(self, admit: Callable[[Ticket], bool]) -> Sequence[Ticket]:
+        started = self._queue.start(admit)
+        for ticket in started:
+            self._running.add(ticket.request)
+        return started
+
+    def forget(self, request: str) -> Ticket | None:
+        for item in self._items.pop(request, ()):
+            item.cancelled = True
+            self._remove(item)
+        self._cut.pop(request, None)
+        if request in self._running:
+            self._running.remove(request)
+            self._rate.record(self._now)
+        return self._queue.remove(request)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def ready(self, item: Item) -> None:
+        """*item* may run; until it is returned, only its ``cancelled`` may change. A call that was cut keeps its place
+        when it is handed in again as the same object."""
+        if item.cancelled:
+            return
+        held = self._items.get(item.request)
+        if held is None:
+            self._items[item.request] = {item}
+        elif item in held:
+            raise ValueError(f"an item of request {item.request!r} is ready already")
+        else:
+            held.add(item)
+        group = self._groups.get(item.group)
+        if group is None:
+            group = self._add_group(item.group)
+        group.add(item, front=bool(self._cut) and self._was_cut(item))
+        self._turns[group] = None  # a group that is waiting for its turn keeps its place
+        if item.deadline is not None:
+            self._deadlines.add(item)
+
+    def next(self, now: float) -> Batch | None:
+        self._watch_clock(now)
+        while self._turns:
+            # Two steps, another group's and its own, and one more for every other group that may be due as well.
+            urgent = now + self._step_seconds * (len(self._turns) + 1)
+            group = self._urgent_group(urgent)
+            if group is None:
+                group = next(iter(self._turns))
+            batch, cut = group.fill(self.options.max_step_rows, self.options.max_step_tokens, urgent)
+            for item in cut:
+                self._cut.setdefault(item.request, []).append(item)
+            if group:
+                self._turns.move_to_end(group)
+            else:
+                del self._turns[group]
+            if batch.items:
+                self._step_began = now
+                return batch
+        return None
+
+    def _urgent_group(self, urgent: float) -> Group | None:
+        item = self._deadlines.first()
+        if item is None or item.deadline is None or item.deadline > urgent:
+            self._urgent_run = 0
+            return None
+        if self._urgent_run == self.URGENT_RUN and len(self._turns) > 1:
+            self._urgent_run = 0
+            return None
+        self._urgent_run += 1
+        return self._groups[item.group]
+
+    def _watch_clock(self, now: float) -> None:
+        """Learn how long steps take: the longest of late, so that a deadline is not missed by an optimistic guess."""
+        self._now = max(self._now, now)
+        if self._step_began is not None:
+            self._step_seconds = max(now - self._step_began, 0.9 * self._step_seconds)
+            self._step_began = None
+
+    # --- books ----------------------------------------------------------------------------------------------------
+    def _add_group(self, key: tuple[Any, ...]) -> Group:
+        if len(self._groups) > 2 * len(self._turns) + self.SPARE_GROUPS:
+            self._groups = {group.key: group for group in self._turns}
+        group = self._groups[key] = Group(key, self._limits(key), self._release)
+        return group
+
+    def _remove(self, item: Item) -> None:
+        group = self._groups[item.group]
+        group.remove(item)
+        if not group:
+            del self._turns[group]
+        if item.deadline is not None:
+            self._deadlines.discard(item)
+
+    def _release(self, item: Item) -> None:
+        held = self._items[item.request]
+        if len(held) == 1:
+            del self._items[item.request]
+        else:
+            held.remove(item)
+        if item.deadline is not None:
+            self._deadlines.discard(item)
+
+    def _was_cut(self, item: Item) -> bool:
+        cut = self._cut.get(item.request)
+        if cut is None or item not in cut:
+            return False
+        cut.remove(item)
+        if not cut:
+            del self._cut[item.request]
+        return True

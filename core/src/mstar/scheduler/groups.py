@@ -1,0 +1,207 @@
+"""Ready items of one group, and how a step is filled from them. No torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from mstar.scheduler.base import Batch, Item
+from mstar.scheduler.levels import Levels
+
+__all__ = ["PATIENCE", "Deadlines", "Group"]
+
+PATIENCE = 4
+"""A line that got nothing worth having in so many steps of its group is served first in the next."""
+
+WORTHWHILE = 8
+"""A cut call counts as served when it got at least one part in so many of the step's tokens."""
+
+
+class Deadlines:
+    """Items by deadline, earliest first. Removal is lazy; stale entries outnumber live ones by a few at most."""
+
+    __slots__ = ("_count", "_heap", "_live")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Item]] = []
+        self._live: dict[Item, int] = {}
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._live)
+
+    def add(self, item: Item) -> None:
+        """*item* must have a deadline, which does not change while the item is in here."""
+        assert item.deadline is not None
+        self._count += 1
+        self._live[item] = self._count
+        heapq.heappush(self._heap, (item.deadline, self._count, item))
+
+    def discard(self, item: Item) -> None:
+        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live) + 32:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def first(self) -> Item | None:
+        """The item with the earliest deadline, left in place."""
+        while self._heap and self._live.get(self._heap[0][2]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+
+class Line:
+    """Items of one sort: by priority, then first come, first served. :attr:`passed`: how many steps in a row left it
+    unserved."""
+
+    __slots__ = ("_levels", "passed")
+
+    def __init__(self) -> None:
+        self._levels: Levels[OrderedDict[Item, None]] = Levels(OrderedDict)
+        self.passed = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._levels)
+
+    def add(self, item: Item, front: bool) -> None:
+        level = self._levels.at(item.priority)
+        level[item] = None
+        if front:
+            level.move_to_end(item, last=False)
+
+    def first(self) -> Item:
+        return next(iter(self._levels.top))
+
+    def remove(self, item: Item) -> None:
+        level = self._levels.at(item.priority)
+        del level[item]
+        if not level:
+            self._levels.drop(item.priority)
+
+
+class _Step:
+    """A step being filled: what is in it and the room that is left."""
+
+    __slots__ = ("cut", "decode_tokens", "decodes", "other_tokens", "others", "rows", "tokens")
+
+    def __init__(self, rows: int, tokens: int):
+        self.rows, self.tokens = rows, tokens
+        self.decodes: list[Item] = []
+        self.decode_tokens: list[int] = []
+        self.others: list[Item] = []
+        self.other_tokens: list[int] = []
+        self.cut: list[Item] = []
+
+    def fit(self, item: Item) -> int:
+        """How many of *item*'s tokens this step may run; -1: the item must wait.
+
+        A call that is larger than any step and cannot be cut is let in first, and then nothing else fits.
+        """
+        if self.rows == 0:
+            return -1
+        if item.tokens <= self.tokens:
+            return item.tokens
+        if item.chunkable:
+            return self.tokens if self.tokens > 0 else -1
+        return -1 if self.decodes or self.others else item.tokens
+
+    def take(self, item: Item, tokens: int) -> None:
+        self.rows -= 1
+        self.tokens -= tokens
+        if item.decode:
+            self.decodes.append(item)
+            self.decode_tokens.append(tokens)
+        else:
+            self.others.append(item)
+            self.other_tokens.append(tokens)
+        if tokens < item.tokens:
+            self.cut.append(item)
+
+    def batch(self, group: tuple[Any, ...]) -> Batch:
+        return Batch(group, self.decodes + self.others, self.decode_tokens + self.other_tokens)
+
+
+class Group:
+    """The ready items that may share a step: running loops (*decodes*), calls that may be cut (*chunks*) and other new
+    calls (*wholes*), served in this order.
+
+    :param limit: the most rows of one step; ``None`` leaves it to the deployment.
+    :param left: called with every item that leaves through :meth:`fill`.
+    """
+
+    __slots__ = ("_left", "chunks", "deadlines", "decodes", "key", "limit", "lines", "wholes")
+
+    def __init__(self, key: tuple[Any, ...], limit: int | None, left: Callable[[Item], None]):
+        self.key, self.limit, self._left = key, limit, left
+        self.decodes, self.chunks, self.wholes = self.lines = (Line(), Line(), Line())
+        self.deadlines = Deadlines()
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks or self.wholes)
+
+    def add(self, item: Item, front: bool = False) -> None:
+        """*front*: before its equals; for a call that was cut, so that prompts end in the order in which they began."""
+        self._line(item).add(item, front)
+        if item.deadline is not None:
+            self.deadlines.add(item)
+
+    def remove(self, item: Item) -> None:
+        self._line(item).remove(item)
+        if item.deadline is not None:
+            self.deadlines.discard(item)
+
+    def fill(self, rows: int, tokens: int, urgent: float) -> tuple[Batch, list[Item]]:
+        """Take the next step's items out of the group: at most *rows*, of *tokens* in all.
+
+        Lines that have lost patience go first, then items due by *urgent* (monotonic seconds) by deadline, then the
+        lines in their order. The batch is empty only when the group has become empty.
+
+        :returns: the batch, and those of its items that were cut.
+        """
+        step = _Step(rows if self.limit is None else min(rows, self.limit), tokens)
+        worthwhile = max(1, tokens // WORTHWHILE)
+        impatient = sorted((x for x in self.lines if x.passed >= PATIENCE), key=lambda x: -x.passed)
+        for line in impatient:
+            self._serve(line, step, worthwhile)
+        if self.deadlines:
+            self._serve_urgent(step, urgent)
+        for line in self.lines:
+            if line not in impatient:
+                self._serve(line, step, worthwhile)
+        return step.batch(self.key), step.cut
+
+    def _serve(self, line: Line, step: _Step, worthwhile: int) -> None:
+        served = not line
+        while line:
+            item = line.first()
+            if item.cancelled:
+                self._take_out(item)
+                continue
+            tokens = step.fit(item)
+            if tokens < 0:
+                break
+            self._take_out(item)
+            step.take(item, tokens)
+            served = served or tokens == item.tokens or tokens >= worthwhile
+        line.passed = 0 if served else line.passed + 1
+
+    def _serve_urgent(self, step: _Step, urgent: float) -> None:
+        while (item := self.deadlines.first()) is not None and item.deadline is not None and item.deadline <= urgent:
+            if item.cancelled:
+                self._take_out(item)
+                continue
+            tokens = step.fit(item)
+            if tokens < 0:
+                break
+            self._take_out(item)
+            step.take(item, tokens)
+
+    def _take_out(self, item: Item) -> None:
+        self.remove(item)
+        self._left(item)
+
+    def _line(self, item: Item) -> Line:
+        if item.decode:
+            return self.decodes
+        return self.chunks if item.chunkable else self.wholes

@@ -1,0 +1,271 @@
+"""What goes into a step: order within a group, budgets, turns between groups, deadlines."""
+
+import pytest
+
+from mstar.scheduler.base import Item
+from mstar.scheduler.default import DefaultScheduler
+from mstar.scheduler.groups import PATIENCE
+from mstar.spec.deployment import SchedulerOptions
+
+LM = ("lm", "forward", ())
+CODEC = ("codec", "forward", ())
+
+
+def scheduler(*items, limits=None, **options):
+    s = DefaultScheduler(SchedulerOptions(**options), (limits or {}).get)
+    for item in items:
+        s.ready(item)
+    return s
+
+
+def decode(name, **kw):
+    return Item(name, kw.pop("group", LM), decode=True, **kw)
+
+
+def prefill(name, tokens, **kw):
+    return Item(name, kw.pop("group", LM), tokens=tokens, chunkable=True, **kw)
+
+
+def whole(name, tokens=1, **kw):
+    return Item(name, kw.pop("group", LM), tokens=tokens, **kw)
+
+
+def step(s, now=0.0):
+    """The next batch as ``[(request, tokens)]``."""
+    batch = s.next(now)
+    return None if batch is None else [(i.request, n) for i, n in zip(batch.items, batch.tokens, strict=True)]
+
+
+def advance(s, batch):
+    """Hand in again what the step left undone, as a worker does."""
+    for item, n in zip(batch.items, batch.tokens, strict=True):
+        if n < item.tokens:
+            item.tokens -= n
+            s.ready(item)
+
+
+def test_nothing_ready():
+    assert scheduler().next(0.0) is None
+
+
+def test_decodes_then_chunks_then_the_rest():
+    s = scheduler(whole("w", 5), prefill("p", 20), decode("d"), max_step_tokens=100)
+    assert step(s) == [("d", 1), ("p", 20), ("w", 5)]
+    assert step(s) is None
+
+
+def test_prefill_gets_what_decodes_leave():
+    s = scheduler(prefill("p", 100), decode("a"), decode("b"), max_step_tokens=10)
+    assert step(s) == [("a", 1), ("b", 1), ("p", 8)]
+
+
+def test_a_lone_prefill_gets_the_whole_budget_and_a_cut_one_goes_on_first():
+    s = scheduler(prefill("long", 25), prefill("short", 3), max_step_tokens=10)
+    shares = []
+    while (batch := s.next(0.0)) is not None:
+        shares.append([(i.request, n) for i, n in zip(batch.items, batch.tokens, strict=True)])
+        advance(s, batch)
+    assert shares == [[("long", 10)], [("long", 10)], [("long", 5), ("short", 3)]]
+
+
+def test_only_one_prefill_is_cut():
+    s = scheduler(prefill("a", 6), prefill("b", 6), prefill("c", 6), max_step_tokens=10)
+    assert step(s) == [("a", 6), ("b", 4)]
+
+
+def test_rows_are_bounded():
+    s = scheduler(*(decode(str(i)) for i in range(10)), max_step_rows=4)
+    assert [len(step(s)) for _ in range(3)] == [4, 4, 2]
+
+
+def test_a_node_may_have_a_lower_bound_of_rows():
+    s = scheduler(*(decode(str(i)) for i in range(5)), limits={LM: 2}, max_step_rows=4)
+    assert [len(step(s)) for _ in range(3)] == [2, 2, 1]
+
+
+def test_too_large_and_not_to_be_cut_runs_alone():
+    s = scheduler(whole("small", 4), whole("huge", 50), whole("small too", 4), max_step_tokens=10)
+    assert [step(s) for _ in range(3)] == [[("small", 4)], [("huge", 50)], [("small too", 4)]]
+
+
+def test_an_empty_chunk_of_a_stream_costs_a_row_but_no_tokens():
+    s = scheduler(prefill("full", 10), prefill("empty", 0), max_step_tokens=10)
+    assert step(s) == [("full", 10), ("empty", 0)]
+
+
+def test_groups_do_not_mix():
+    s = scheduler(decode("a"), decode("b", group=CODEC), decode("c"))
+    assert step(s) == [("a", 1), ("c", 1)]
+    assert step(s) == [("b", 1)]
+
+
+def test_groups_take_turns():
+    s = scheduler(*(decode(f"{g}{i}", group=(g,)) for g in "xyz" for i in range(4)), max_step_rows=2)
+    assert [s.next(0.0).group for _ in range(6)] == [("x",), ("y",), ("z",)] * 2
+
+
+def test_a_higher_priority_goes_first_within_its_sort():
+    s = scheduler(prefill("plain", 10), prefill("urgent", 10, priority=1), decode("d", priority=-1), max_step_tokens=11)
+    assert step(s) == [("d", 1), ("urgent", 10)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decodes_that_fill_every_step_do_not_starve_a_prefill(rows):
+    s = scheduler(*(decode(str(i)) for i in range(8)), prefill("p", 4), max_step_rows=rows, max_step_tokens=8)
+    for n in range(PATIENCE + 1):
+        batch = s.next(0.0)
+        names = [i.request for i in batch.items]
+        assert ("p" in names) == (n == PATIENCE)
+        for item in batch.items:
+            if item.decode:
+                s.ready(item)
+
+
+def test_crumbs_do_not_count_as_service():
+    """63 decodes leave one token in 64: the prefill may not crawl along at that."""
+    s = scheduler(*(decode(str(i)) for i in range(63)), prefill("p", 200), max_step_tokens=64)
+    shares = []
+    while not shares or sum(shares) < 200:
+        batch = s.next(0.0)
+        shares.append(sum(n for i, n in zip(batch.items, batch.tokens, strict=True) if not i.decode))
+        advance(s, batch)
+        for item in batch.items:
+            if item.decode:
+                s.ready(item)
+    assert shares[:6] == [1] * PATIENCE + [64, 1]
+    assert len(shares) <= 20
+
+
+def test_a_call_too_large_for_what_decodes_leave_gets_its_turn():
+    s = scheduler(decode("d"), whole("w", 10), max_step_tokens=10)
+    for _ in range(PATIENCE):
+        assert step(s) == [("d", 1)]
+        s.ready(decode("d"))
+    assert step(s) == [("w", 10)]
+    assert step(s) == [("d", 1)]
+
+
+def test_batches_list_decodes_first_even_when_a_prefill_was_served_first():
+    s = scheduler(*(decode(str(i)) for i in range(8)), prefill("p", 4), max_step_rows=3)
+    for _ in range(PATIENCE):
+        for item in s.next(0.0).items:
+            s.ready(item)
+    assert [i.decode for i in s.next(0.0).items] == [True, True, False]
+
+
+# --- deadlines ---------------------------------------------------------------------------------------------------
+
+
+def test_a_near_deadline_calls_its_group_out_of_turn():
+    s = scheduler(decode("a"), decode("b", group=("other",)), decode("c", group=CODEC, deadline=1.0))
+    assert step(s, now=1.5) == [("c", 1)]
+    assert step(s, now=1.5) == [("a", 1)]
+
+
+def test_a_far_deadline_waits_for_its_turn():
+    s = scheduler(decode("a"), decode("c", group=CODEC, deadline=100.0))
+    assert step(s, now=1.0) == [("a", 1)]
+
+
+def test_what_is_near_depends_on_how_long_steps_take():
+    """With steps of 2 s, a result due in 5 s cannot wait for another group's step beside two others that wait."""
+    s = scheduler(decode("a"), decode("b", group=("other",)))
+    assert step(s, now=0.0) == [("a", 1)]
+    s.ready(decode("c", group=CODEC, deadline=7.0))
+    assert step(s, now=2.0) == [("c", 1)]
+
+
+def test_earliest_deadline_first_across_and_within_groups():
+    s = scheduler(
+        decode("late", group=("x",), deadline=3.0),
+        decode("early", group=("y",), deadline=1.0),
+        decode("second", group=("x",), deadline=2.0),
+        max_step_rows=1,
+    )
+    assert [step(s, now=9.0)[0][0] for _ in range(3)] == ["early", "second", "late"]
+
+
+def test_overload_of_deadlines_starves_no_other_group():
+    s = scheduler(decode("lm"), decode("c", group=CODEC, deadline=0.0))
+    for n in range(DefaultScheduler.URGENT_RUN + 1):
+        ((name, _),) = step(s, now=float(n + 1))
+        if name == "lm":
+            break
+        s.ready(decode("c", group=CODEC, deadline=0.0))
+    assert name == "lm"
+    assert n == DefaultScheduler.URGENT_RUN
+
+
+def test_overload_of_deadlines_starves_nothing_in_the_same_group():
+    s = scheduler(decode("no deadline"), decode("c", deadline=0.0), max_step_rows=1)
+    served = []
+    for n in range(PATIENCE + 1):
+        served.append(step(s, now=float(n + 1))[0][0])
+        if served[-1] == "c":
+            s.ready(decode("c", deadline=0.0))
+    assert served == ["c"] * PATIENCE + ["no deadline"]
+
+
+# --- endings -----------------------------------------------------------------------------------------------------
+
+
+def test_forget_drops_everything_of_a_request():
+    items = [decode("a"), prefill("a", 5, group=CODEC, deadline=0.0), decode("b")]
+    s = scheduler(*items)
+    s.forget("a")
+    assert [i.cancelled for i in items] == [True, True, False]
+    assert step(s, now=1.0) == [("b", 1)]
+    assert step(s, now=1.0) is None
+
+
+def test_forget_between_two_chunks():
+    s = scheduler(prefill("a", 20), prefill("b", 3), max_step_tokens=10)
+    batch = s.next(0.0)
+    s.forget("a")
+    assert [i.request for i in batch.items] == ["a"]
+    assert step(s) == [("b", 3)]
+    again = prefill("a", 10)  # a later request of the same name starts at the end of the line
+    s.ready(prefill("c", 10))
+    s.ready(again)
+    assert step(s) == [("c", 10)]
+
+
+def test_an_item_cancelled_on_its_own_is_dropped():
+    gone, stays = decode("a"), prefill("a", 4)
+    s = scheduler(gone, stays, decode("b", deadline=0.0), max_step_tokens=5)
+    gone.cancelled = True
+    assert step(s, now=1.0) == [("b", 1), ("a", 4)]
+    assert step(s) is None
+    s.ready(gone)
+    assert step(s) is None
+
+
+def test_a_group_of_cancelled_items_is_no_step():
+    gone = decode("a", deadline=0.0)
+    s = scheduler(gone, decode("b", group=CODEC))
+    gone.cancelled = True
+    assert step(s, now=1.0) == [("b", 1)]
+
+
+def test_an_item_is_ready_once():
+    item = decode("a")
+    s = scheduler(item)
+    with pytest.raises(ValueError, match="'a' is ready already"):
+        s.ready(item)
+
+
+def test_groups_that_come_and_go_are_not_kept_for_ever():
+    s = scheduler()
+    for n in range(1000):
+        s.ready(decode("a", group=("denoise", n)))
+        assert step(s) == [("a", 1)]
+    assert len(s._groups) <= DefaultScheduler.SPARE_GROUPS + 1
+
+
+def test_forgotten_deadlines_are_not_kept_for_ever():
+    s = scheduler(decode("stays", group=CODEC, deadline=0.0))
+    for n in range(1000):
+        s.ready(decode(str(n), deadline=1000.0 + n))
+        s.forget(str(n))
+    assert len(s._deadlines._heap) < 50
+    assert len(s._groups[LM].deadlines._heap) < 50

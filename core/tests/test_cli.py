@@ -1,0 +1,351 @@
+"""The command line: what it prints, how it fails, and that it starts without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from mstar.cli import serve
+from mstar.cli.app import run
+from mstar.cli.commands import Commands, Parser, one_of
+from mstar.cli.output import table
+from mstar.spec.errors import SetupError
+
+PLUGIN = """
+import mstar
+from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.model import Licence, ModelSpec, WeightsRef
+
+def spec(key, licence, size):
+    return ModelSpec(
+        key=key, family="toy", summary=f"The model {key}.", weights=(WeightsRef("hub", "toys/" + key, "v1"),),
+        licence=licence, model="toys:Model", processor="toys:Processor", knobs=SamplingKnobs, abilities=("chat",),
+        size=size,
+    )
+
+@mstar.hookimpl
+def mstar_models():
+    return [
+        spec("toy-chat", Licence("Apache-2.0"), 269_000_000),
+        spec("toy-closed", Licence("Toy-NC", "https://toys.example/terms", commercial=False, permissive=False), None),
+    ]
+
+@mstar.hookimpl
+def mstar_cli(commands):
+    commands.add("greet", lambda arguments, context: print(f"hello {arguments.name}"), help="Say hello.",
+        arguments=lambda parser: parser.add_argument("name"))
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def mstar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a command line in this process with the toy plugin alone; gives exit status, stdout and stderr."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "cli_toys.py").write_text(PLUGIN)
+
+    def call(*words: str, extra: str = "", code: str = "", **environ: str) -> tuple[int, str, str]:
+        if code:
+            (tmp_path / f"{extra}.py").write_text(code)
+        modules = ",".join(filter(None, ["cli_toys", extra]))
+        status = run(words, {"MSTAR_PLUGINS": "", "MSTAR_EXTRA_PLUGINS": modules, **environ})
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    yield call
+    for name in [name for name in sys.modules if name.startswith("cli_toys")]:
+        del sys.modules[name]
+
+
+# --- the front page ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_the_overview_lists_every_command(mstar: Run, words: tuple[str, ...]) -> None:
+    status, out, err = mstar(*words)
+    assert (status, err) == (0, "")
+    for name in ("serve", "models", "plugins", "greet"):
+        assert f"\n  {name} " in out
+
+
+def test_version(mstar: Run) -> None:
+    import mstar as package
+
+    assert mstar("--version") == (0, f"mstar {package.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("srve",), "mstar: unknown command 'srve'; did you mean 'serve'?"),
+        (("--hlep",), "mstar: unknown option '--hlep'; did you mean '--help'?"),
+        (("models", "--jsn"), "mstar models: unknown option '--jsn'; did you mean '--json'?"),
+        (("models", "extra"), "mstar models: unexpected argument 'extra'"),
+        (("serve",), "the following arguments are required: KEY"),
+        (("serve", "toy-chta"), "there is no model 'toy-chta'; did you mean 'toy-chat'?"),
+        (("serve", "toy-chat", "--prot=1"), "unknown option '--prot'; did you mean '--port'?"),
+        (("serve", "toy-chat", "--port", "70000"), "'70000' is not a port"),
+        (("serve", "toy-chat", "--device", "gpu"), "'gpu' is not a device: cpu, cuda or cuda:N"),
+        (("serve", "toy-chat", "--dtype", "float23"), "'float23' is not a valid value; did you mean 'float32'?"),
+        (("serve", "toy-chat", "--max-concurrent", "0"), "'0' is not a number of at least 1"),
+        (("serve", "toy-chat", "--dev", "cpu"), "unknown option '--dev'"),
+    ],
+)
+def test_a_fault_is_one_sentence_with_the_nearest_word(mstar: Run, words: tuple[str, ...], sentence: str) -> None:
+    status, out, err = mstar(*words)
+    assert (status, out) == (2, "")
+    assert sentence in err
+    assert "Traceback" not in err
+    assert "\x1b" not in err, "colours only on a terminal"
+
+
+def test_a_setting_that_does_not_parse(mstar: Run) -> None:
+    status, _, err = mstar("models", HF_HUB_OFFLINE="perhaps")
+    assert status == 2
+    assert err.startswith("HF_HUB_OFFLINE: 'perhaps'")
+
+
+def test_a_bug_keeps_its_traceback(mstar: Run) -> None:
+    code = (
+        "import mstar\n@mstar.hookimpl\ndef mstar_cli(commands):\n"
+        "    commands.add('crash', lambda arguments, context: 1 / 0, help='Crash.')\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        mstar("crash", extra="cli_toys_crash", code=code)
+
+
+def test_an_interrupt_is_no_traceback(mstar: Run) -> None:
+    code = (
+        "import mstar\ndef stop(arguments, context):\n    raise KeyboardInterrupt\n"
+        "@mstar.hookimpl\ndef mstar_cli(commands):\n    commands.add('wait', stop, help='Wait.')\n"
+    )
+    assert mstar("wait", extra="cli_toys_wait", code=code) == (130, "", "")
+
+
+# --- commands of plugins -----------------------------------------------------------------------------------------
+
+
+def test_hook_mstar_cli(mstar: Run) -> None:
+    assert mstar("greet", "you") == (0, "hello you\n", "")
+
+
+def test_a_plugin_cannot_take_a_command_that_exists(mstar: Run) -> None:
+    code = (
+        "import mstar\n@mstar.hookimpl\ndef mstar_cli(commands):\n"
+        "    commands.add('mine', print, help='Mine.')\n    commands.add('serve', print, help='Serve.')\n"
+    )
+    status, out, err = mstar("--help", extra="cli_toys_bold", code=code)
+    assert status == 0
+    assert "mine" not in out, "a plugin is taken whole or not at all"
+    assert "plugin 'cli_toys_bold' (extra module) is not used: the command `mstar serve` exists already" in err
+
+
+def test_a_command_twice_in_one_plugin_is_refused() -> None:
+    commands = Commands()
+    commands.add("a", lambda arguments, context: None, help="A.")
+    with pytest.raises(SetupError, match="`mstar a` exists already"):
+        commands.add("a", lambda arguments, context: None, help="A.")
+
+
+def test_options_of_groups_parse_too() -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--size", type=one_of("small", "large"))
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--on", action="store_true")
+    assert parser.parse(["--size", "large", "--on"]).on
+    with pytest.raises(SetupError, match="did you mean 'large'"):
+        parser.parse(["--size", "larg"])
+
+
+def test_table() -> None:
+    assert table(("A", "B"), [("long cell", "x"), ("s", "y")]) == "A          B\nlong cell  x\ns          y"
+
+
+# --- models and plugins ------------------------------------------------------------------------------------------
+
+
+def test_models(mstar: Run) -> None:
+    status, out, err = mstar("models")
+    assert (status, err) == (0, "")
+    head, chat, closed = out.splitlines()
+    assert head.split() == ["KEY", "SIZE", "LICENCE", "ABILITIES", "SUMMARY"]
+    assert chat.split() == ["toy-chat", "269", "MB", "Apache-2.0", "chat", "The", "model", "toy-chat."]
+    assert chat.index("Apache") == head.index("LICENCE")
+    assert closed.startswith("toy-closed  ?")
+
+
+def test_models_for_programs(mstar: Run) -> None:
+    status, out, _ = mstar("models", "--json")
+    chat, closed = json.loads(out)
+    assert status == 0
+    assert chat["weights"] == [{"source": "hub", "id": "toys/toy-chat", "revision": "v1"}]
+    assert (chat["plugin"], chat["size"], chat["abilities"]) == ("cli_toys", 269_000_000, ["chat"])
+    assert closed["licence"] == {
+        "name": "Toy-NC",
+        "url": "https://toys.example/terms",
+        "commercial": False,
+        "gated": False,
+        "permissive": False,
+    }
+
+
+def test_models_says_so_when_there_are_none(mstar: Run) -> None:
+    status, out, err = mstar("models", MSTAR_EXTRA_PLUGINS="")
+    assert (status, out) == (0, "")
+    assert "pip install mstar-demo" in err
+
+
+BROKEN = "import mstar\n@mstar.hookimpl\ndef mstar_models():\n    return 'a model'\n"
+
+
+def test_models_reports_a_broken_plugin_beside_the_list(mstar: Run) -> None:
+    status, out, err = mstar("models", extra="cli_toys_broken", code=BROKEN)
+    assert status == 0
+    assert "toy-chat" in out
+    assert "plugin 'cli_toys_broken' (extra module) is not used: mstar_models must return a list of ModelSpec" in err
+
+
+def test_plugins(mstar: Run) -> None:
+    status, out, _ = mstar("plugins", extra="cli_toys_broken", code=BROKEN)
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert status == 0
+    assert "loaded" in lines["core"]
+    assert "mstar_executors" in lines["core"]
+    assert "mstar_cli, mstar_models" in lines["cli_toys"]
+    assert "broken" in lines["cli_toys_broken"]
+    assert "mstar_models must return" in lines["cli_toys_broken"]
+
+
+def test_plugins_for_programs(mstar: Run) -> None:
+    status, out, _ = mstar("plugins", "--json", extra="cli_toys_broken", code=BROKEN, MSTAR_BLOCK_PLUGINS="cli_toys")
+    facts = {fact["name"]: fact for fact in json.loads(out)}
+    assert status == 0
+    assert {name: facts[name]["state"] for name in ("core", "cli_toys", "cli_toys_broken")} == {
+        "core": "loaded",
+        "cli_toys": "blocked",
+        "cli_toys_broken": "broken",
+    }
+    assert all(fact.keys() == facts["core"].keys() for fact in facts.values())
+
+
+def test_plugins_traceback_shows_where_it_failed(mstar: Run) -> None:
+    status, out, _ = mstar("plugins", "--traceback", extra="cli_toys_raise", code="int('not a number')\n")
+    assert status == 0
+    assert "cli_toys_raise.py" in out
+    assert "ValueError: invalid literal" in out
+
+
+# --- serve -------------------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    """Stands in for the runtime and the HTTP server, which have tests of their own: records how they are called."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, Any] = {}
+        self.served: dict[str, Any] = {}
+
+    def open_service(self, key: str, settings: Any, overrides: Any, registry: Any, **more: Any) -> str:
+        self.opened = {"key": key, "settings": settings, "overrides": overrides, **more}
+        return "the service"
+
+    def serve(self, services: Any, registry: Any, options: Any) -> None:
+        self.served = {"services": services, "options": options}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    fake, module, runtime = FakeServer(), ModuleType("cli_toys_server"), ModuleType("mstar.runtime.service")
+    vars(module).update(serve=fake.serve, Options=dict)
+    vars(runtime).update(open_service=fake.open_service)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, runtime.__name__, runtime)
+    monkeypatch.setattr(serve, "SERVER", "cli_toys_server:serve")
+    monkeypatch.setattr(serve, "SERVER_OPTIONS", "cli_toys_server:Options")
+    return fake
+
+
+def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
+    model = ("--weights", "a/b@c", "--config", "d.yaml", "--device", "cuda:1", "--dtype", "bfloat16")
+    server_words = ("--host", "0.0.0.0", "--port", "0", "--api-key", "k")
+    words = (*model, *server_words, "--executor", "inline", "--max-concurrent", "3")
+    status, _, err = mstar("serve", "toy-chat", *words)
+    assert (status, err) == (0, "")
+    assert server.served == {
+        "services": {"toy-chat": "the service"},
+        "options": {"host": "0.0.0.0", "port": 0, "api_key": "k"},
+    }
+    assert server.opened["config"] == Path("d.yaml")
+    assert server.opened["overrides"] == {
+        "weights": "a/b@c",
+        "device": "cuda:1",
+        "dtype": "bfloat16",
+        "executor": "inline",
+        "max_concurrent_requests": 3,
+    }
+
+
+def test_serve_leaves_what_is_not_given_to_the_deployment(mstar: Run, server: FakeServer) -> None:
+    assert mstar("serve", "toy-chat", MSTAR_API_KEY="from-env")[0] == 0
+    assert set(server.opened["overrides"].values()) == {None}
+    assert server.served["options"] == {"host": "127.0.0.1", "port": 8000, "api_key": "from-env"}
+
+
+def test_serve_without_the_server_says_how_to_get_it(
+    mstar: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "SERVER", "mstar_server_is_not_there.run:serve")
+    status, _, err = mstar("serve", "toy-chat")
+    assert status == 2
+    assert "pip install mstar-server" in err
+
+
+def test_a_server_that_lacks_a_dependency_is_not_called_missing(
+    mstar: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cli_toys_half_server.py").write_text("import a_library_that_is_not_there\n")
+    monkeypatch.setattr(serve, "SERVER", "cli_toys_half_server:serve")
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
+        mstar("serve", "toy-chat")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ"),
+    [(("--accept-licence",), {}), ((), {"MSTAR_ACCEPT_LICENCES": "other,toy-closed"})],
+)
+def test_terms_that_are_accepted(
+    mstar: Run, server: FakeServer, words: tuple[str, ...], environ: dict[str, str]
+) -> None:
+    assert mstar("serve", "toy-closed", *words, **environ)[0] == 0
+    assert server.served
+
+
+def test_terms_that_are_not_accepted_are_shown(mstar: Run, server: FakeServer) -> None:
+    status, _, err = mstar("serve", "toy-closed", MSTAR_ACCEPT_LICENCES="toy-chat")
+    assert status == 2
+    assert "Toy-NC (https://toys.example/terms), which do not allow commercial use" in err
+    assert not server.served
+
+
+# --- start-up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--help"], ["models"], ["plugins"], ["serve", "--help"], ["serve", "no-such-key"]])
+def test_these_commands_import_no_torch(words: list[str]) -> None:
+    code = (
+        "import os, sys; from mstar.cli.app import run\n"
+        "try: run(sys.argv[1:], os.environ)\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, "imported" in done.stderr) == (0, False), done.stderr

@@ -1,0 +1,183 @@
+"""Discovery: what is loaded in which order, and what a plugin that does not work costs the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mstar.plugins import BUILTIN, BrokenPlugin, Plugins, load_plugins
+from mstar.settings import Settings
+from mstar.spec.errors import PluginError
+
+HEAD = "import mstar\n"
+GOOD = HEAD + '@mstar.hookimpl\ndef mstar_engines():\n    return {"good": "good_module:Runner"}\n'
+
+
+class Site:
+    """A folder on ``sys.path`` in which a test writes modules and installed distributions."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.modules: list[str] = []
+
+    def module(self, name: str, code: str) -> str:
+        (self.folder / f"{name}.py").write_text(code)
+        self.modules.append(name)
+        return name
+
+    def distribution(self, name: str, version: str, entry: str, module: str) -> None:
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[mstar.plugins]\n{entry} = {module}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield made
+    for name in made.modules:
+        sys.modules.pop(name, None)
+
+
+def load(*extra: str, plugins: tuple[str, ...] = (), block_plugins: tuple[str, ...] = ()) -> Plugins:
+    """The core, the extra modules, and of the installed plugins only those that a test allows."""
+    return load_plugins(Settings(extra_plugins=extra, plugins=plugins, block_plugins=block_plugins))
+
+
+def names(plugins: Plugins) -> list[str]:
+    return [plugin.name for plugin in plugins.loaded]
+
+
+def the_broken(plugins: Plugins) -> BrokenPlugin:
+    (broken,) = plugins.broken
+    return broken
+
+
+def test_the_core_is_its_own_first_plugin() -> None:
+    plugins = load()
+    assert names(plugins) == [BUILTIN]
+    assert plugins.broken == []
+    assert "mstar_resources" in plugins.hooks(plugins.loaded[0])
+
+
+def test_installed_plugins_load_by_name_then_extra_modules(site: Site) -> None:
+    for name in ("zeta", "alpha", "extra_one"):
+        site.module(f"{name}_mod", "import mstar\n")
+    site.distribution("mstar-zeta", "1.2", "zeta", "zeta_mod")
+    site.distribution("mstar-alpha", "0.3", "alpha", "alpha_mod")
+    plugins = load("extra_one_mod", plugins=("zeta", "alpha"))
+    assert names(plugins) == [BUILTIN, "alpha", "zeta", "extra_one_mod"]
+    assert [plugin.version for plugin in plugins.loaded[1:3]] == ["0.3", "1.2"]
+
+
+@pytest.mark.parametrize("name", ["blocked", "mstar-blocked", "MSTAR_Blocked"])
+def test_a_blocked_plugin_is_not_imported(site: Site, name: str) -> None:
+    site.module("blocked_mod", "raise AssertionError('imported')\n")
+    site.distribution("mstar-blocked", "1.0", "blocked", "blocked_mod")
+    plugins = load(plugins=("blocked",), block_plugins=(name,))
+    assert names(plugins) == [BUILTIN]
+    assert plugins.blocked.count("blocked") == 1
+    assert plugins.broken == []
+    assert "blocked_mod" not in sys.modules
+
+
+def test_a_plugin_outside_the_allow_list_is_not_imported(site: Site) -> None:
+    site.module("other_mod", "raise AssertionError('imported')\n")
+    site.distribution("mstar-other", "1.0", "other", "other_mod")
+    assert "other" in load().blocked
+    assert "other_mod" not in sys.modules
+
+
+def test_a_blocked_extra_module_is_not_imported(site: Site) -> None:
+    site.module("extra_blocked", "raise AssertionError('imported')\n")
+    assert load("extra_blocked", block_plugins=("extra-blocked",)).blocked[-1] == "extra_blocked"
+
+
+def test_the_core_cannot_be_blocked() -> None:
+    with pytest.raises(PluginError, match="cannot be blocked"):
+        load(block_plugins=("core",))
+
+
+def test_an_allowed_plugin_that_is_not_installed_is_reported(site: Site) -> None:
+    site.module("present_mod", "import mstar\n")
+    site.distribution("mstar-present", "1.0", "present", "present_mod")
+    broken = the_broken(load(plugins=("presant",)))
+    assert broken.name == "presant"
+    assert "not installed; did you mean 'present'?" in broken.reason
+
+
+def test_a_module_that_is_installed_and_named_as_extra_loads_once(site: Site) -> None:
+    site.module("twice_mod", GOOD)
+    site.distribution("mstar-twice", "1.0", "twice", "twice_mod")
+    plugins = load("twice_mod", plugins=("twice",))
+    assert names(plugins) == [BUILTIN, "twice"]
+    assert plugins.broken == []
+
+
+def test_two_plugins_of_one_name(site: Site) -> None:
+    for number in ("1", "2"):
+        site.module(f"same_mod{number}", "import mstar\n")
+        site.distribution(f"mstar-same{number}", "1.0", "same", f"same_mod{number}")
+    plugins = load(plugins=("same",))
+    assert names(plugins) == [BUILTIN, "same"]
+    assert "another plugin is named 'same'" in the_broken(plugins).reason
+
+
+BROKEN = {
+    "raises": ("1/0\n", "ZeroDivisionError"),
+    "needs_more": ("import a_library_that_is_not_there\n", "No module named 'a_library_that_is_not_there'"),
+    "syntax": ("def (:\n", "SyntaxError"),
+    "typo": (
+        HEAD + "@mstar.hookimpl\ndef mstar_model():\n    return []\n",
+        "there is no hook 'mstar_model'; did you mean 'mstar_models'?",
+    ),
+    "signature": (HEAD + "@mstar.hookimpl\ndef mstar_openai(spek):\n    return {}\n", "spek"),
+    "unmarked": ("def mstar_models():\n    return []\n", "lacks its @mstar.hookimpl"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_plugin_is_put_aside_and_the_others_serve(site: Site, case: str) -> None:
+    code, reason = BROKEN[case]
+    site.module(f"broken_{case}", code)
+    site.module("good_mod", GOOD)
+    site.distribution("mstar-broken", "3.1", "broken", f"broken_{case}")
+    plugins = load("good_mod", plugins=("broken",))
+    assert names(plugins) == [BUILTIN, "good_mod"]
+    broken = the_broken(plugins)
+    assert (broken.name, broken.version) == ("broken", "3.1")
+    assert reason in broken.reason
+    assert isinstance(broken.error, Exception)
+    assert str(broken).startswith("plugin 'broken' (3.1) is not used: ")
+    assert {"good": "good_module:Runner"} in plugins.hook.mstar_engines()
+
+
+def test_nothing_of_a_broken_plugin_stays_registered(site: Site) -> None:
+    site.module("half", GOOD + "\n@mstar.hookimpl\ndef mstar_typo():\n    pass\n")
+    plugins = load("half")
+    assert {"good": "good_module:Runner"} not in plugins.hook.mstar_engines()
+    assert plugins.manager.get_plugin("half") is None
+
+
+def test_an_optional_hook_may_be_unknown(site: Site) -> None:
+    site.module("newer", HEAD + "@mstar.hookimpl(optionalhook=True)\ndef mstar_of_a_later_version():\n    pass\n")
+    assert names(load("newer")) == [BUILTIN, "newer"]
+
+
+def test_calling_each_plugin_survives_one_that_raises(site: Site) -> None:
+    site.module("raiser", HEAD + "@mstar.hookimpl\ndef mstar_api(registry):\n    raise OSError('no disk')\n")
+    site.module("router", HEAD + "@mstar.hookimpl\ndef mstar_api(registry):\n    return [registry]\n")
+    plugins = load("raiser", "router")
+    (answer,) = [found for found in plugins.call_each("mstar_api", registry="R") if found[0].name != "server"]
+    assert answer[0].name == "router"
+    assert answer[1] == ["R"]
+    broken = the_broken(plugins)
+    assert broken.reason == "mstar_api failed: OSError: no disk"
+    assert isinstance(broken.error, PluginError)
+    assert isinstance(broken.error.__cause__, OSError)
+    assert plugins.hook.mstar_api(registry="R") == [["R"]]

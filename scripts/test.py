@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""All checks and tests, in an environment of their own: ``python3 scripts/test.py [arguments for pytest]``.
+
+The exit status is 0 only when every check and every test passed. pytest runs last, also after a failed check.
+"""
+
+import os
+import subprocess
+import sys
+
+from environment import ROOT, CannotSetUp, environment, say, use_supported_python
+
+CHECKS = (
+    ("format", ["ruff", "format", "--check", "--quiet", "."]),
+    ("lint", ["ruff", "check", "--quiet", "."]),
+    ("import layers", ["lint-imports", "--no-cache"]),
+    ("types", ["mypy", "core/src", "server/src", "plugins/mstar-demo/src"]),
+)
+
+
+def main():
+    # type: () -> int
+    try:
+        use_supported_python()
+        python = environment(["-r", os.path.join(ROOT, "tests", "requirements.txt")])
+    except CannotSetUp as error:
+        print(error, file=sys.stderr)
+        return 2
+    failed = [name for name, words in CHECKS if not _passes(python, name, words)]
+    if failed:
+        say("FAILED: %s. The tests run all the same; this run fails." % ", ".join(failed))
+    tests = subprocess.call([python, "-m", "pytest"] + sys.argv[1:], cwd=ROOT)
+    return tests or (1 if failed else 0)
+
+
+def _passes(python, name, words):
+    # type: (str, str, list[str]) -> bool
+    say("checking " + name)
+    command = os.path.join(os.path.dirname(python), words[0])
+    return subprocess.call([command] + words[1:], cwd=ROOT) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
