@@ -1,0 +1,247 @@
+"""The maths of sampling: batched functions on logits ``[rows, vocab]``, one row a request.
+
+Order (see :class:`mstar.spec.request.SamplingParams`): logit bias, forbidden and allowed ids → penalties → temperature →
+top-k → top-p → min-p → draw. The semantics are those of transformers' logits processors and of vLLM's sampler.
+
+Three choices make it fast and exact:
+
+* Top-k, top-p and min-p each come down to *one threshold per row*: tokens whose logit is below it are dropped, tokens that
+  tie with the last one kept are kept. So nothing depends on how a sort orders equal logits, and a row is filtered alike
+  alone and among others.
+* A token is drawn by inverting the cumulative distribution in the vocabulary's order, with one uniform number a row: block
+  sums find the block, a running sum finds the token in it. No sort, no noise per entry of the vocabulary.
+* Every parameter is a tensor with one entry a row, so that the same calls can be captured in a CUDA graph.
+
+Random numbers are counter-based: a pure function of (stream key, number of draws so far) computed on the host in integers,
+hence the same on every device and in every batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.spec.request import TokenLogprob
+
+__all__ = [
+    "GREEDY_BELOW",
+    "add_bias",
+    "allow_only",
+    "argmax",
+    "draw",
+    "filter_threshold",
+    "forbid",
+    "min_p_threshold",
+    "penalize_counts",
+    "penalize_repetition",
+    "stream_key",
+    "token_logprobs",
+    "uniforms",
+    "unpack_bitmask",
+]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow float32."""
+
+_BLOCK = 512
+"""Entries of the vocabulary that are reduced together; any value gives the same results up to rounding of sums."""
+
+_HEAD = 256
+"""How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary."""
+
+
+# --- random numbers ----------------------------------------------------------------------------------------------
+
+
+def stream_key(seed: int, *names: str) -> int:
+    """The key of a random stream, in 0…2**64-1: a hash of *seed* (any 64-bit integer) and of what draws from it, so that
+    two samplers of one request do not draw the same numbers."""
+    text = "\0".join((str(seed), *names)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def uniforms(keys: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Uniform numbers in [0, 1), one for each pair of uint64 *keys* and non-negative *draws*. float64, same shape.
+
+    The number is what a SplitMix64 generator (Steele, Lea and Flood, 2014) that started from the key would give as its
+    ``draws``-th, with 53 random bits.
+    """
+    with np.errstate(over="ignore"):
+        z = keys + (draws.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.asarray((z >> np.uint64(11)) * 2.0**-53)
+
+
+# --- edits: bias, masks, penalties. All of them change *scores* (float32 [rows, vocab]) in place --------------------
+
+
+def add_bias(scores: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add ``values[i]`` to ``scores[rows[i], ids[i]]``. int64, int64 and float32 ``[n]``."""
+    scores.index_put_((rows, ids), values, accumulate=True)
+
+
+def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Make ``ids[i]`` impossible in row ``rows[i]``. int64 ``[n]`` both."""
+    scores.index_put_((rows, ids), scores.new_tensor(-torch.inf))
+
+
+def allow_only(scores: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """In rows *rows* (int64 ``[n]``) keep only the tokens that *allowed* (bool ``[n, vocab]``) marks."""
+    scores.index_copy_(0, rows, scores[rows].masked_fill_(~allowed, -torch.inf))
+
+
+def unpack_bitmask(words: Tensor, vocab: int) -> Tensor:
+    """int32 ``[n, ceil(vocab / 32)]``, lowest bit first (the layout of xgrammar), to bool ``[n, vocab]``."""
+    bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)
+    return (bits & 1).bool().flatten(1)[:, :vocab]
+
+
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide positive and multiply negative scores of *seen* tokens (bool ``[n, vocab]``) by *penalty* (``[n]``).
+
+    From CTRL (Keskar et al., 2019), as in transformers' ``RepetitionPenaltyLogitsProcessor``. Returns new scores.
+    """
+    factor = penalty.unsqueeze(1)
+    return torch.where(seen, torch.where(scores > 0, scores / factor, scores * factor), scores)
+
+
+def penalize_counts(scores: Tensor, counts: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """Subtract *frequency* × count and *presence* × (count > 0). *counts* int ``[n, vocab]``, the others ``[n]``.
+
+    OpenAI's definition: counts are those of generated tokens, not of the prompt's. Returns new scores.
+    """
+    return scores - frequency.unsqueeze(1) * counts - presence.unsqueeze(1) * (counts > 0)
+
+
+# --- filters -------------------------------------------------------------------------------------------------------
+
+
+def filter_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, max_k: int) -> Tensor:
+    """The least logit that top-k and then top-p keep. *scores* after temperature, ``[n, vocab]``; returns ``[n]``.
+
+    :param top_k: int64 ``[n]``; 0 keeps all. :param max_k: the largest of them (a size, hence known to the host).
+    :param top_p: float32 ``[n]`` in (0, 1]: keep the fewest likeliest tokens (of those that top-k left) that sum to it.
+        ``None``: no row uses it.
+
+    Top-p looks at the head of the distribution first, and at all of it for the rows where the head is not enough. That
+    test asks the device, so a device that is not the CPU sorts all of it at once.
+    """
+    vocab = scores.shape[1]
+    if top_p is None:
+        head = min(vocab, max_k)
+    else:
+        head = min(vocab, max(max_k, _HEAD)) if scores.device.type == "cpu" else vocab
+    values = scores.topk(head, dim=-1).values if head < vocab else scores.sort(dim=-1, descending=True).values
+    last = (top_k.clamp(1, head) - 1).unsqueeze(1)
+    kth = values.gather(1, last).squeeze(1).masked_fill(top_k == 0, -torch.inf)
+    if top_p is None:
+        return kth
+    threshold, full = _nucleus(scores, values, kth, top_p)
+    if head < vocab and bool(full.any()):
+        rest = full.nonzero().squeeze(1)
+        again = scores[rest]
+        threshold[rest], _ = _nucleus(again, again.sort(dim=-1, descending=True).values, kth[rest], top_p[rest])
+    return threshold
+
+
+def _nucleus(scores: Tensor, values: Tensor, kth: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Top-p's threshold from the sorted head *values*, and the rows whose nucleus may reach beyond that head."""
+    best, floor = values[:, :1], kth.unsqueeze(1)
+    total = (scores - best).exp_().masked_fill_(scores < floor, 0.0).sum(-1, keepdim=True)
+    weights = (values - best).exp_()
+    before = weights.cumsum(-1) - weights
+    # A top-p of 1 keeps all, also where rounding lets the sum reach the total early.
+    kept = (before < top_p.unsqueeze(1) * total) | (top_p.unsqueeze(1) >= 1)
+    kept &= values >= floor
+    kept[:, 0] = True
+    count = kept.sum(-1, keepdim=True)
+    threshold = values.gather(1, count - 1).squeeze(1)
+    unlimited = (top_p >= 1) & (kth == -torch.inf)
+    threshold = torch.where(top_p >= 1, kth, threshold)
+    return threshold, (count.squeeze(1) == values.shape[1]) & (values[:, -1] > kth) & ~unlimited
+
+
+def min_p_threshold(best: Tensor, min_p: Tensor) -> Tensor:
+    """The least logit that min-p keeps: tokens at least *min_p* times as likely as the likeliest. ``[n]`` each.
+
+    (Nguyen et al., 2024.) *best* is the row's largest logit; that ratio does not depend on what other filters dropped.
+    """
+    return best + min_p.log()
+
+
+# --- choosing ------------------------------------------------------------------------------------------------------
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Index of each row's largest score, the first of equals. Any float dtype ``[rows, vocab]`` → int64 ``[rows]``.
+
+    On the CPU in two levels: ``amax`` over blocks is vectorised where ``argmax`` is not (about 8 times as fast).
+    """
+    if scores.device.type != "cpu" or scores.shape[1] < 2 * _BLOCK:
+        return scores.argmax(dim=-1)
+    block = _blocks(scores, "amax").argmax(dim=-1, keepdim=True)
+    index = _block_index(block, scores.shape[1])
+    return index.gather(1, scores.gather(1, index).argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw one index per row in proportion to *weights*. int64 ``[rows]``.
+
+    :param weights: float32 ``[rows, vocab]``, not negative, each row with a positive sum; need not be normalised.
+    :param uniform: float64 ``[rows]`` in [0, 1). An index of weight 0 is never drawn.
+    """
+    vocab = weights.shape[1]
+    sums = _blocks(weights, "sum").double().cumsum(-1)
+    target = uniform.unsqueeze(1) * sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    rest = target - torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    index = _block_index(block, vocab)
+    inside = weights.gather(1, index).masked_fill_(_beyond(block, vocab), 0.0).double().cumsum(-1)
+    # The two levels round apart: keep the remainder below the block's own sum, so that the search ends inside it.
+    rest = torch.minimum(rest, inside[:, -1:] * (1 - 2.0**-53))
+    place = torch.searchsorted(inside, rest, right=True).clamp_(max=inside.shape[1] - 1)
+    return index.gather(1, place).squeeze(1)
+
+
+def _blocks(scores: Tensor, how: str) -> Tensor:
+    """Reduce blocks of the last dimension: ``[rows, ceil(vocab / _BLOCK)]``; the last block may be short."""
+    whole = scores.shape[1] // _BLOCK * _BLOCK
+    reduce = torch.amax if how == "amax" else torch.sum
+    parts = [reduce(scores[:, :whole].unflatten(1, (-1, _BLOCK)), dim=-1)] if whole else []
+    if whole < scores.shape[1]:
+        parts.append(reduce(scores[:, whole:], dim=-1, keepdim=True))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _block_index(block: Tensor, vocab: int) -> Tensor:
+    """Indices of the entries of *block* (int64 ``[rows, 1]``); those beyond the vocabulary repeat its last entry."""
+    return (block * _BLOCK + torch.arange(_BLOCK, device=block.device)).clamp_(max=vocab - 1)
+
+
+def _beyond(block: Tensor, vocab: int) -> Tensor:
+    return block * _BLOCK + torch.arange(_BLOCK, device=block.device) >= vocab
+
+
+# --- reports -------------------------------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[TokenLogprob]:
+    """Log-probabilities of the sampled *ids* (int64 ``[n]``) under raw *logits* ``[n, vocab]``, one report a row.
+
+    :param alternatives: per row, how many of the likeliest tokens to name (0: none). Reads the results on the host.
+    """
+    table = torch.log_softmax(logits.float(), dim=-1)
+    chosen = table.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
+    most = min(max(alternatives), table.shape[1])
+    values, tokens = table.topk(most, dim=-1)
+    rows = zip(ids.tolist(), chosen, tokens.tolist(), values.tolist(), alternatives, strict=True)
+    return [
+        TokenLogprob(token=token, logprob=logprob, top=list(zip(top[:n], worth[:n], strict=True)))
+        for token, logprob, top, worth, n in rows
+    ]

@@ -1,0 +1,243 @@
+"""The sampling parameters of slots, and of the rows of one step gathered from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.nn.sampling import GREEDY_BELOW
+from mstar.spec.errors import RequestError
+from mstar.spec.request import SamplingParams
+
+__all__ = ["Constraint", "ConstraintFactory", "RowParams", "SlotParams", "SlotTable"]
+
+
+class Constraint(Protocol):
+    """What one request may say next: a grammar and how far the request is in it.
+
+    The sampler asks for a mask in every step and accepts a token only when the step is committed, so a failed step needs
+    no undo.
+    """
+
+    def mask(self, row: Tensor) -> None:
+        """Write which tokens may come next into *row*, int32 ``[ceil(vocab / 32)]`` on the CPU: bit ``i % 32`` of word
+        ``i // 32`` is set when token *i* may. At least one must be."""
+
+    def accept(self, token: int) -> None:
+        """*token*, one of those that :meth:`mask` allowed, has been generated."""
+
+
+ConstraintFactory = Callable[[str, int], Constraint]
+"""From :attr:`SamplingParams.grammar` and the size of the vocabulary to a fresh constraint. Raises ``RequestError``."""
+
+
+@dataclass(slots=True)
+class SlotParams:
+    """What one owner samples with, prepared when it is opened. Tensors are on the sampler's device.
+
+    :param history: its row in the token histories that penalties read, or ``None``.
+    :param stops: ids that ``min_tokens`` forbids for a while. :param allowed: bool ``[vocab]``.
+    """
+
+    params: SamplingParams
+    bias: tuple[Tensor, Tensor] | None = None
+    allowed: Tensor | None = None
+    stops: Tensor | None = None
+    constraint: Constraint | None = None
+    history: int | None = None
+
+    @classmethod
+    def build(cls, params: SamplingParams, vocab: int, device: torch.device) -> SlotParams:
+        slot = cls(params)
+        if params.logit_bias:
+            ids = _checked(list(params.logit_bias), vocab, "logit_bias")
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            slot.bias = (torch.tensor(ids, device=device), values)
+        if params.allowed_token_ids:
+            ids = _checked(params.allowed_token_ids, vocab, "allowed_token_ids")
+            slot.allowed = torch.zeros(vocab, dtype=torch.bool, device=device)
+            slot.allowed[torch.tensor(ids, device=device)] = True
+        # A stop id beyond the logits (a tokenizer may be larger than the head) can never be sampled.
+        stops = [i for i in params.stop_token_ids if 0 <= i < vocab]
+        if params.min_tokens and stops and not params.ignore_eos:
+            slot.stops = torch.tensor(stops, device=device)
+        return slot
+
+    @property
+    def penalized(self) -> bool:
+        p = self.params
+        return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+
+
+def _checked(ids: Sequence[int], vocab: int, param: str) -> list[int]:
+    for i in ids:
+        if not 0 <= i < vocab:
+            raise RequestError(f"{param}: token id {i} is not in the vocabulary (0 to {vocab - 1})", param=param)
+    return list(ids)
+
+
+class SlotTable:
+    """The numeric parameters of all slots as device tensors, so that a step gathers them with two index operations."""
+
+    INVERSE_TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
+
+    def __init__(self, slots: int, device: torch.device):
+        self.floats = torch.zeros(slots, 6, device=device)  # float32
+        self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        greedy = params.temperature < GREEDY_BELOW
+        values = (
+            1.0 if greedy else 1.0 / params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self.floats[slot] = torch.tensor(values)
+        self.top_k[slot] = params.top_k
+
+
+class Penalties(NamedTuple):
+    """``[n]`` each: rows with a penalty, their rows in the token histories, and the three strengths."""
+
+    rows: Tensor
+    histories: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+class Sorted(NamedTuple):
+    """Rows with top-k or top-p (``None``: all) and their values. *top_p* is ``None`` when no row uses it."""
+
+    rows: Tensor | None
+    top_k: Tensor
+    top_p: Tensor | None
+    max_k: int
+
+
+class Reports(NamedTuple):
+    """Rows that want log-probabilities, as tensor and list, and how many alternatives each."""
+
+    index: Tensor
+    rows: list[int]
+    alternatives: list[int]
+
+
+@dataclass(slots=True)
+class RowParams:
+    """The parameters of one set of rows, in row order. Built when the set changes, then used step after step.
+
+    :param all_greedy: no row draws. :param greedy: bool ``[rows]``, or ``None`` when all rows draw.
+    :param inverse_temperature: ``[rows, 1]``, 1 in greedy rows.
+    :param filtered: rows whose unlikely tokens are dropped, or ``None`` when that is all rows.
+    """
+
+    slots: np.ndarray
+    all_greedy: bool
+    greedy: Tensor | None
+    inverse_temperature: Tensor
+    bias: tuple[Tensor, Tensor, Tensor] | None = None
+    allowed: tuple[Tensor, Tensor] | None = None
+    penalties: Penalties | None = None
+    sorting: Sorted | None = None
+    min_p: Tensor | None = None
+    filters: bool = False
+    filtered: Tensor | None = None
+    reports: Reports | None = None
+    minimums: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
+    """(row, slot, min_tokens, stop ids) of rows that may not stop at first."""
+    constraints: list[tuple[int, Constraint]] = field(default_factory=list)
+
+    @property
+    def edits(self) -> bool:
+        """Whether the logits are changed in every step (``minimums`` change them only at first)."""
+        return bool(self.bias or self.allowed or self.penalties or self.constraints)
+
+    @classmethod
+    def gather(cls, slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable) -> RowParams:
+        device = table.floats.device
+        number = torch.tensor(slots, device=device)
+        floats, top_k = table.floats[number], table.top_k[number]
+        greedy = [s.params.temperature < GREEDY_BELOW for s in states]
+        rows = cls(
+            slots=np.array(slots),
+            all_greedy=all(greedy),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            inverse_temperature=floats[:, SlotTable.INVERSE_TEMPERATURE].unsqueeze(1),
+            bias=_gather_bias(states),
+            allowed=_gather_allowed(states),
+            penalties=_gather_penalties(states, floats),
+            reports=_gather_reports(states, device),
+        )
+        rows._gather_filters(states, greedy, floats, top_k)
+        for row, (slot, state) in enumerate(zip(slots, states, strict=True)):
+            if state.stops is not None:
+                rows.minimums.append((row, slot, state.params.min_tokens, state.stops))
+            if state.constraint is not None:
+                rows.constraints.append((row, state.constraint))
+        return rows
+
+    def _gather_filters(
+        self, states: Sequence[SlotParams], greedy: Sequence[bool], floats: Tensor, top_k: Tensor
+    ) -> None:
+        drawing = [(row, s.params) for row, s in enumerate(states) if not greedy[row]]
+        sort = [row for row, p in drawing if p.top_k > 0 or p.top_p < 1]
+        any_min_p = any(p.min_p > 0 for _, p in drawing)
+        if sort:
+            index = torch.tensor(sort, device=floats.device)
+            nucleus = any(states[row].params.top_p < 1 for row in sort)
+            self.sorting = Sorted(
+                None if len(sort) == len(states) else index,
+                top_k[index],
+                floats[index, SlotTable.TOP_P] if nucleus else None,
+                max(states[row].params.top_k for row in sort),
+            )
+        self.min_p = floats[:, SlotTable.MIN_P] if any_min_p else None
+        filtered = sorted({*sort, *(row for row, p in drawing if p.min_p > 0)})
+        self.filters = bool(filtered)
+        if len(filtered) < len(states):
+            self.filtered = torch.tensor(filtered, dtype=torch.int64, device=floats.device)
+
+
+def _gather_bias(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor, Tensor] | None:
+    found = [(row, s.bias) for row, s in enumerate(states) if s.bias is not None]
+    if not found:
+        return None
+    rows = torch.cat([torch.full_like(ids, row) for row, (ids, _) in found])
+    return rows, torch.cat([ids for _, (ids, _) in found]), torch.cat([values for _, (_, values) in found])
+
+
+def _gather_allowed(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor] | None:
+    found = [(row, s.allowed) for row, s in enumerate(states) if s.allowed is not None]
+    if not found:
+        return None
+    masks = torch.stack([mask for _, mask in found])
+    return torch.tensor([row for row, _ in found], device=masks.device), masks
+
+
+def _gather_penalties(states: Sequence[SlotParams], floats: Tensor) -> Penalties | None:
+    found = [(row, s.history) for row, s in enumerate(states) if s.history is not None]
+    if not found:
+        return None
+    rows = torch.tensor([row for row, _ in found], device=floats.device)
+    histories = torch.tensor([history for _, history in found], device=floats.device)
+    table = floats[rows]
+    return Penalties(
+        rows, histories, *(table[:, c] for c in (SlotTable.REPETITION, SlotTable.FREQUENCY, SlotTable.PRESENCE))
+    )
+
+
+def _gather_reports(states: Sequence[SlotParams], device: torch.device) -> Reports | None:
+    found = [(row, s.params.logprobs) for row, s in enumerate(states) if s.params.logprobs is not None]
+    if not found:
+        return None
+    rows = [row for row, _ in found]
+    return Reports(torch.tensor(rows, device=device), rows, [n for _, n in found])
