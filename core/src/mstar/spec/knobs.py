@@ -7,6 +7,7 @@ value, the OpenAPI schema, the docs table and the playground's form all come fro
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -28,9 +29,27 @@ Finite = Annotated[float, BeforeValidator(_finite)]
 
 
 class Knobs(BaseModel):
-    """Base of a family's knobs: unknown names are refused, values are never coerced silently."""
+    """Base of a family's knobs: unknown names are refused, values are never coerced silently.
+
+    A subclass may restate a knob with nothing but a new default (``temperature: float = 0.6``): bounds, strictness and
+    description are then inherited.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        inherited = {n: f for base in reversed(cls.__mro__[1:]) for n, f in getattr(base, "model_fields", {}).items()}
+        restated = False
+        for name, field in cls.model_fields.items():
+            parent = inherited.get(name)
+            if parent is not None and field is not parent and not field.metadata and field.description is None:
+                cls.__pydantic_fields__[name] = merged = copy(parent)
+                merged.default = field.default
+                restated = True
+        if restated:
+            cls.model_rebuild(force=True)
 
 
 class SamplingKnobs(Knobs):

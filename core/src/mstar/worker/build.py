@@ -21,7 +21,6 @@ from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import SetupError, nearest
 from mstar.spec.resources import ResourceSpec
-from mstar.weights.loader import load_weights
 
 __all__ = ["Built", "build", "pick_device", "pick_dtype"]
 
@@ -111,7 +110,7 @@ def _make_resources(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, Resource]:
-    backends: list[Any] = registry.attention_backends()
+    backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
     made: dict[str, Resource] = {}
     for name, spec in declared.items():
         contexts = len(plan.contexts.get(name, ())) or 1
@@ -149,7 +148,9 @@ def _load_nodes(
 
             with torch.device("meta"):
                 node = model.build(spec.name)
-            load_weights(node, weight_map, weights, device, dtype, report)
+            from mstar.weights.loader import load  # models without weights need no safetensors
+
+            load(node, weight_map, weights, device, dtype, report)
         for entry in spec.entries:
             if not callable(getattr(node, entry.name, None)):
                 raise SetupError(f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}")

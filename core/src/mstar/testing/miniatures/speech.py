@@ -300,7 +300,7 @@ class Duplex(Model):
             partitions=(Partition("main", ("converse",)),),
             streams=(
                 Stream("audio_in", CLIENT, "main", item, "audio", Fixed(FRAME), max_items=4096),
-                Stream("audio", "main", CLIENT, item, "audio"),
+                Stream("audio", "main", CLIENT, item, "audio", capacity=8),
                 TEXT,
             ),
         )

@@ -1,0 +1,146 @@
+"""Random arrivals, lengths, cancels, failures, slow clients and full pools (promises P4, P6, P7, P10).
+
+Whatever happens, books balance after every action; at the end every pool is empty, every request has ended exactly once,
+and every answer that came to its end equals the closed form, which is what the request gives alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mstar.registry import Registry
+from mstar.spec.request import Failed
+from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.miniatures import Example, miniature
+from mstar.testing.miniatures.common import decode
+
+from .faults import doom
+
+REGISTRY: Registry = miniature_registry()
+
+
+class WorkerMachine(RuleBasedStateMachine):
+    """Small pools, so that admission has to wait; *key* and *overrides* say what is served."""
+
+    key: ClassVar[str] = "mini_chat"
+    overrides: ClassVar[dict[str, Any]] = {
+        "resources": {"kv": {"tokens": 256}},
+        "max_concurrent_requests": 5,
+        "scheduler": {"max_step_tokens": 7, "max_queue": 6},
+    }
+
+    @initialize()
+    def start(self) -> None:
+        self.mini = miniature(self.key)
+        self.driver = Driver(self.mini, REGISTRY, **self.overrides)
+        self.doomed: set[str] = set()
+        doom(self.driver, self.doomed)
+        self.asked: dict[str, Example] = {}
+        self.cancelled: set[str] = set()
+
+    @rule(rng=st.randoms(use_true_random=False), count=st.integers(1, 4))
+    def arrive(self, rng: Any, count: int) -> None:
+        for _ in range(count):
+            name = f"r{len(self.asked)}"
+            self.asked[name] = self.mini.example(rng)
+            self.driver.submit(name, self.asked[name])
+        self.driver.take()
+
+    @rule(steps=st.integers(1, 6))
+    def work(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.worker.step()
+            self.driver.take()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        if name not in self.driver.ended:
+            self.cancelled.add(name)
+        self.driver.cancel(name)
+        self.driver.take()
+        assert name in self.driver.ended
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def break_one(self, data: st.DataObject) -> None:
+        self.doomed.add(data.draw(st.sampled_from(sorted(self.asked))))
+
+    @rule(reading=st.booleans())
+    def read_or_stall(self, reading: bool) -> None:
+        """While clients stall, emissions go unacknowledged."""
+        self.driver.ack = reading
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.worker.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        driver.ack = True
+        for name, events in driver.emitted.items():  # the clients wake up and take everything
+            for event in events:
+                driver.worker.ack(name, event.stream, 1)
+        driver.run()
+        for name, example in self.asked.items():
+            end = driver.ended[name]
+            if isinstance(end, Failed):
+                assert end.code == "queue_full" or name in self.doomed, end
+            elif end.reason == "cancelled":
+                assert name in self.cancelled
+            else:
+                self.assert_right(example, dict(driver.result(name)))
+        driver.assert_empty()
+
+    def assert_right(self, example: Example, got: dict[str, Any]) -> None:
+        for stream, want in self.mini.expected(example).items():
+            if isinstance(want, str):
+                assert decode(got.get(stream, [])) == want
+            else:
+                np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=self.mini.tolerance)
+
+
+class OmniMachine(WorkerMachine):
+    key = "mini_omni"
+
+
+class HybridMachine(WorkerMachine):
+    key = "mini_hybrid"
+
+
+class DenoiseMachine(WorkerMachine):
+    key = "mini_denoise"
+    overrides: ClassVar[dict[str, Any]] = {**WorkerMachine.overrides, "scheduler": {"max_step_rows": 3, "max_queue": 6}}
+
+
+class DuplexMachine(WorkerMachine):
+    key = "mini_duplex"
+    overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
+
+
+def case(machine: type[WorkerMachine], examples: int) -> Any:
+    test = machine.TestCase
+    test.settings = settings(
+        max_examples=examples,
+        stateful_step_count=25,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    return test
+
+
+TestChat = case(WorkerMachine, 40)
+TestOmni = case(OmniMachine, 15)
+TestHybrid = case(HybridMachine, 15)
+TestDenoise = case(DenoiseMachine, 15)
+TestDuplex = case(DuplexMachine, 15)
+
