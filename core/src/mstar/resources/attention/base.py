@@ -1,0 +1,142 @@
+"""What a resource asks of an attention implementation.
+
+A step is planned once on the host (:meth:`AttentionBackend.plan_kv`, :meth:`AttentionBackend.plan_ragged`) and the plan
+is then used by every layer. That is the shape that libraries with host-side planning (FlashInfer's ``plan``/``run``)
+and captured CUDA graphs want: a backend may keep static buffers per plan and refill them in the planning call.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mstar.resources.attention.memory import KVMemory
+from mstar.spec.errors import SetupError, nearest
+
+__all__ = ["AttentionBackend", "AttentionNeed", "KVBatch", "KVPlan", "RaggedPlan", "pick_backend"]
+
+
+@dataclass(frozen=True)
+class AttentionNeed:
+    """What one resource needs, known at start-up.
+
+    :param mode: ``kv`` (attention over a :class:`KVMemory`) or ``ragged`` (within the rows of a step).
+    :param page_size: tokens per page of the tables (1 for rings). :param windows: the sliding windows in use.
+    """
+
+    mode: Literal["kv", "ragged"]
+    device: torch.device
+    dtype: torch.dtype
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int = 1
+    windows: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class KVBatch:
+    """One step over contexts in a :class:`KVMemory`. Arrays are host arrays with one entry a row.
+
+    :param lengths: queries of each row. The packed queries are the rows' one after the other.
+    :param starts: tokens of context listed in *tables* before the step's own.
+    :param tables: int32 ``[rows, pages]``: page numbers; token *i* of the context stands at place
+        ``tables[row, i // page_size] * page_size + i % page_size``.
+    :param step_kv: where the step's own keys and values are: ``written`` into the memory as tokens ``starts …
+        starts + lengths - 1`` of the table; ``beside`` it, passed to ``attend`` and kept nowhere; ``none``: there are
+        none.
+    :param sink: the first *sink* tokens are seen through any window.
+    :param gaps: tokens that are missing from the table after the first *sink* ones (a ring that has forgotten them).
+    """
+
+    lengths: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int32]
+    page_size: int = 1
+    step_kv: Literal["written", "beside", "none"] = "written"
+    sink: int = 0
+    gaps: npt.NDArray[np.int64] | None = None
+
+
+class KVPlan(abc.ABC):
+    """A planned step over a :class:`KVMemory`."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of the packed queries ``[N, query_heads, head_dim]`` over their rows' contexts.
+
+        :param k: the step's own keys (*v*: values) ``[N, kv_heads, head_dim]``; ``None`` when the step has none. With
+            ``step_kv="written"`` they are in the memory already and a backend may read them from either place.
+        :param window: a query at position *p* sees positions ``> p - window`` (and sinks).
+        :param causal: ``False``: the tokens of a row's step all see each other, whatever the window.
+        :param scale: of the logits, by default ``head_dim ** -0.5``.
+        :param softcap: logits become ``softcap * tanh(logits / softcap)`` before masking (Gemma 2).
+        :returns: ``[N, query_heads, head_dim]`` in the dtype of *q*.
+        """
+
+
+class RaggedPlan(abc.ABC):
+    """Planned attention within consecutive segments."""
+
+    @abc.abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        """``[N, query_heads, head_dim]`` from q ``[N, query_heads, head_dim]`` and k, v ``[N, kv_heads, head_dim]``."""
+
+
+class AttentionBackend(abc.ABC):
+    """An attention implementation, made once a worker. ``priority``: the highest that supports a need is used."""
+
+    name: str = ""
+    priority: int = 0
+
+    @abc.abstractmethod
+    def supports(self, need: AttentionNeed) -> str | None:
+        """``None`` if it can serve *need*, else the reason why not, in words for the operator."""
+
+    @abc.abstractmethod
+    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
+        """Plan one step over *memory*."""
+
+    @abc.abstractmethod
+    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
+        """Plan attention within segments of these *lengths*."""
+
+
+def pick_backend(
+    backends: Sequence[AttentionBackend], need: AttentionNeed, forced: str | None = None
+) -> AttentionBackend:
+    """The backend of highest priority that supports *need*, or the one named *forced*.
+
+    :raises SetupError: none does; the message lists each backend with its reason.
+    """
+    names = [backend.name for backend in backends]
+    if forced is not None and forced not in names:
+        raise SetupError(f"attention backend {forced!r} is not installed{nearest(forced, names)}")
+    reasons = []
+    for backend in sorted(backends, key=lambda backend: -backend.priority):
+        if forced is not None and backend.name != forced:
+            continue
+        reason = backend.supports(need)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    listed = "\n  ".join(reasons) or "(no backend is installed)"
+    raise SetupError(f"no attention backend can serve {need}:\n  {listed}")

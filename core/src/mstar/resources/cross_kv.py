@@ -1,0 +1,185 @@
+"""Keys and values of an encoder's output: the ``cross_kv`` resource."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
+from mstar.resources.attention.memory import dtype_named
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.paged_kv import flat_positions
+from mstar.resources.slots import SlotPool
+from mstar.spec import resources as specs
+from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.request import EngineRequest
+
+__all__ = ["CrossKV", "CrossView", "slot_count"]
+
+
+def slot_count(name: str, slots: int | None, context: ResourceContext) -> int:
+    """Slots of a resource with one slot per context: *slots*, or as many as contexts may be open (promise P3)."""
+    if slots is None:
+        return context.max_owners
+    if slots < context.max_owners:
+        raise SetupError(
+            f"resource {name!r}: slots={slots}, but {context.max_owners} contexts may be open at once; "
+            "raise slots or lower max_concurrent_requests"
+        )
+    return slots
+
+
+class CrossView:
+    """What a node uses: :meth:`write` in the entry that has the encoder's output, :meth:`attend` in the one that
+    reads."""
+
+    def __init__(self, resource: CrossKV, rows: Sequence[Row], frozen: bool):
+        self._resource, self._rows, self._frozen = resource, rows, frozen
+        self._places: Tensor | None = None
+        self._written: set[int] = set()
+        self._plans: dict[tuple[int, ...], KVPlan] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the memory of each row: *k*, *v* packed ``[N, kv_heads, head_dim]``, a row's length being its memory's.
+
+        :raises IntegrityError: a row's memory was written before: it can be written once.
+        :raises RequestError: a memory is longer than ``max_tokens``.
+        """
+        if layer in self._written:
+            raise IntegrityError(f"layer {layer} of {self._resource.name!r} is written twice in one step")
+        if self._frozen:
+            raise IntegrityError(f"{self._resource.name!r} is frozen in this entry: it cannot be written")
+        if self._places is None:
+            self._places = self._resource.stage(self._rows)
+            self._plans.clear()
+        self._resource.memory.write(layer, self._places, k, v)
+        self._written.add(layer)
+
+    def attend(
+        self, layer: int, q: Tensor, lengths: Sequence[int] | None = None, *, scale: float | None = None
+    ) -> Tensor:
+        """Attention ``[N, query_heads, head_dim]`` of *q* (same shape) over all of each row's memory, not causal.
+
+        :param lengths: queries of each row, by default the rows' lengths in this step.
+        """
+        key = tuple(lengths) if lengths is not None else tuple(row.length for row in self._rows)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._resource.plan_read(self._rows, key)
+        return plan.attend(layer, q, None, None, causal=False, scale=scale)
+
+
+class CrossKV(Resource):
+    """One slot per context, written once and read every step. Its view is a :class:`CrossView`.
+
+    A written memory is seen by other steps once its step is committed; until then it lies in a slot that nothing reads.
+    """
+
+    kind = "cross_kv"
+    spec: specs.CrossKV
+
+    def __init__(self, name: str, spec: specs.CrossKV, context: ResourceContext):
+        super().__init__(name, spec, context)
+        slots = slot_count(name, spec.slots, context)
+        need = AttentionNeed(
+            "kv",
+            torch.device(context.device),
+            context.dtype,
+            spec.query_heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.max_tokens,
+        )
+        self.backend = pick_backend(context.attention_backends, need, spec.backend)
+        dtype = dtype_named(spec.dtype, context.dtype)
+        needed = slots * spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", needed, context)
+        self.memory = KVMemory(
+            spec.layers, slots * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
+        )
+        self._slots = SlotPool(slots)
+        self._lengths: dict[Owner, int] = {}  # of committed memories; open owners only
+        self._staged: dict[Owner, int] = {}
+
+    def units(self, tokens: int) -> int:
+        return 1
+
+    def capacity(self) -> int:
+        return self._slots.slots
+
+    def reserve(self, owner: Owner, units: int) -> bool:
+        return self._slots.reserve(owner)
+
+    def open(self, owner: Owner, request: EngineRequest) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        self._lengths.setdefault(owner, 0)
+
+    def close(self, owner: Owner) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no slot in {self.name!r}")
+        self._slots.release(owner)
+        self._lengths.pop(owner, None)
+        self._staged.pop(owner, None)
+
+    def plan(self, rows: Sequence[Row], frozen: bool = False) -> CrossView:
+        return CrossView(self, rows, frozen)
+
+    def stage(self, rows: Sequence[Row]) -> Tensor:
+        """Places int64 ``[N]`` for the memories of *rows*, which :meth:`commit` makes theirs."""
+        for row in rows:
+            if self._lengths[row.owner]:
+                raise IntegrityError(f"the memory of {row.owner} in {self.name!r} was written before")
+            if row.length > self.spec.max_tokens:
+                raise RequestError(
+                    f"an input of {row.length} encoder positions is longer than the {self.spec.max_tokens} that "
+                    f"{self.name!r} holds (max_tokens)",
+                    code="context_length_exceeded",
+                )
+        self._staged.update((row.owner, row.length) for row in rows)
+        slots = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows))
+        lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
+        _, places = flat_positions(slots * self.spec.max_tokens, lengths)
+        return torch.from_numpy(places).to(self.memory.data.device)
+
+    def plan_read(self, rows: Sequence[Row], lengths: Sequence[int]) -> KVPlan:
+        """Plan *lengths* queries over the memories of *rows*."""
+        memories = [self._staged.get(row.owner, 0) or self._lengths[row.owner] for row in rows]
+        for row, memory in zip(rows, memories, strict=True):
+            if not memory:
+                raise IntegrityError(f"the memory of {row.owner} in {self.name!r} is read before it was written")
+        tables = np.fromiter((self._slots[row.owner] for row in rows), np.int32, len(rows))[:, None]
+        batch = KVBatch(
+            np.asarray(lengths, np.int64), np.asarray(memories, np.int64), tables, self.spec.max_tokens, step_kv="none"
+        )
+        return self.backend.plan_kv(self.memory, batch)
+
+    def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        if self._staged:
+            for row in rows:
+                if row.owner in self._staged:
+                    self._lengths[row.owner] = self._staged.pop(row.owner)
+
+    def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        for row in rows:
+            self._staged.pop(row.owner, None)
+
+    def usage(self) -> Usage:
+        return self._slots.usage()
+
+    def check(self, owners: Sequence[Owner]) -> None:
+        self._slots.check(owners)
+        if not set(self._lengths) | set(self._staged) <= set(owners):
+            raise IntegrityError(f"{self.name!r} remembers memories of owners that are closed")
+
+
+def check_budget(name: str, what: str, needed: int, context: ResourceContext) -> None:
+    """Refuse a pool of *needed* bytes that exceeds the memory budget (promise P3)."""
+    if context.memory is not None and needed > context.memory:
+        raise SetupError(
+            f"resource {name!r}: {what} need {needed / 2**20:.1f} MiB, more than the memory budget of "
+            f"{context.memory / 2**20:.1f} MiB; lower max_concurrent_requests or give it more"
+        )

@@ -1,0 +1,99 @@
+"""Attention within each row of a step, without a cache: the ``ragged_attention`` resource."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mstar.resources.attention import AttentionBackend, AttentionNeed, RaggedPlan, pick_backend
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.spec import resources as specs
+from mstar.spec.errors import MstarError
+from mstar.spec.request import EngineRequest
+
+__all__ = ["RaggedAttention", "RaggedView"]
+
+
+class RaggedView:
+    """What a node uses: attention within each row, or within given segments."""
+
+    def __init__(self, backend: AttentionBackend, lengths: Sequence[int]):
+        self._backend, self._lengths = backend, tuple(lengths)
+        self._plans: dict[tuple[int, ...], RaggedPlan] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Attention ``[N, heads, head_dim]`` of packed *q* over packed *k*, *v* ``[N, kv_heads, head_dim]``.
+
+        :param lengths: lengths of consecutive segments that attend within themselves, by default the rows' lengths
+            (windows of a ViT, chunks of an audio encoder: several segments a row). They must add up to ``N``.
+        """
+        segments = self._lengths if lengths is None else tuple(lengths)
+        plan = self._plans.get(segments)
+        if plan is None:
+            plan = self._plans[segments] = self._backend.plan_ragged(segments)
+        if sum(segments) != q.shape[0]:
+            raise MstarError(f"segments of {sum(segments)} items in all for {q.shape[0]} packed items")
+        return plan.attend(q, k, v, causal=causal, scale=scale)
+
+
+class RaggedAttention(Resource):
+    """No state: every context is admitted and costs nothing. Its view is a :class:`RaggedView`."""
+
+    kind = "ragged_attention"
+    spec: specs.RaggedAttention
+
+    def __init__(self, name: str, spec: specs.RaggedAttention, context: ResourceContext):
+        super().__init__(name, spec, context)
+        need = AttentionNeed(
+            "ragged", torch.device(context.device), context.dtype, spec.heads, spec.kv_heads, spec.head_dim
+        )
+        self.backend = pick_backend(context.attention_backends, need, spec.backend)
+        self._owners: set[Owner] = set()
+
+    def units(self, tokens: int) -> int:
+        return 0
+
+    def capacity(self) -> int:
+        return 0
+
+    def reserve(self, owner: Owner, units: int) -> bool:
+        self._owners.add(owner)
+        return True
+
+    def open(self, owner: Owner, request: EngineRequest) -> None:
+        if owner not in self._owners:
+            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+
+    def close(self, owner: Owner) -> None:
+        if owner not in self._owners:
+            raise IntegrityError(f"{owner} is not open in {self.name!r}")
+        self._owners.remove(owner)
+
+    def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
+        return None
+
+    def skip(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> None:
+        """Nothing to take over."""
+
+    def plan(self, rows: Sequence[Row], frozen: bool = False) -> RaggedView:
+        return RaggedView(self.backend, [row.length for row in rows])
+
+    def usage(self) -> Usage:
+        return Usage(0, 0)
+
+    def check(self, owners: Sequence[Owner]) -> None:
+        if set(owners) != self._owners:
+            raise IntegrityError(
+                f"{self.name!r} is open for {sorted(self._owners)} but open owners are {sorted(owners)}"
+            )

@@ -1,0 +1,128 @@
+"""Bounded, rolling keys and values: the ``window_kv`` resource."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, pick_backend
+from mstar.resources.attention.memory import dtype_named
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.cross_kv import check_budget, slot_count
+from mstar.resources.paged_kv import PagedView, flat_positions
+from mstar.resources.slots import SlotPool
+from mstar.spec import resources as specs
+from mstar.spec.errors import MstarError, SetupError
+from mstar.spec.request import EngineRequest
+
+__all__ = ["WindowKV"]
+
+_Ints = npt.NDArray[np.int64]
+
+
+class WindowKV(Resource):
+    """A ring per context that holds its first ``sink`` and last ``window`` tokens. Its view is a
+    :class:`~mstar.resources.paged_kv.PagedView`; positions go on counting past the window.
+
+    A query at position *p* sees positions ``> p - window``, the sinks, and with ``causal=False`` its whole step. The
+    ring has ``max_step`` places more than the window, so that a step never overwrites what a repetition of it would
+    read.
+    """
+
+    kind = "window_kv"
+    spec: specs.WindowKV
+
+    def __init__(self, name: str, spec: specs.WindowKV, context: ResourceContext):
+        super().__init__(name, spec, context)
+        if spec.window < 1 or spec.max_step < 1 or spec.sink < 0:
+            raise SetupError(f"resource {name!r}: window and max_step must be at least 1 and sink at least 0")
+        slots = slot_count(name, spec.slots, context)
+        need = AttentionNeed(
+            mode="kv",
+            device=torch.device(context.device),
+            dtype=context.dtype,
+            query_heads=spec.query_heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            windows=frozenset({spec.window}),
+        )
+        self.backend = pick_backend(context.attention_backends, need, spec.backend)
+        dtype = dtype_named(spec.dtype, context.dtype)
+        self._ring = spec.window + spec.max_step
+        self._slot_tokens = spec.sink + self._ring
+        needed = slots * self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+        check_budget(name, f"{slots} slots of sink + window + max_step = {self._slot_tokens} tokens", needed, context)
+        self.memory = KVMemory(
+            spec.layers, slots * self._slot_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
+        )
+        self._slots = SlotPool(slots)
+        self._lengths: dict[Owner, int] = {}
+        self._windows = (spec.window,) * spec.layers
+
+    def units(self, tokens: int) -> int:
+        return 1
+
+    def capacity(self) -> int:
+        return self._slots.slots
+
+    def reserve(self, owner: Owner, units: int) -> bool:
+        return self._slots.reserve(owner)
+
+    def open(self, owner: Owner, request: EngineRequest) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        self._lengths.setdefault(owner, 0)
+
+    def close(self, owner: Owner) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no slot in {self.name!r}")
+        self._slots.release(owner)
+        self._lengths.pop(owner, None)
+
+    def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
+        spec = self.spec
+        starts = np.fromiter((self._lengths[row.owner] for row in rows), np.int64, len(rows))
+        lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
+        if not frozen and (lengths > spec.max_step).any():
+            raise MstarError(
+                f"a step of {int(lengths.max())} tokens is longer than max_step={spec.max_step} of resource {self.name!r}; "
+                "raise max_step in its declaration or under resources in the deployment file"
+            )
+        base = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows)) * self._slot_tokens
+        row_of, positions = flat_positions(starts, lengths)
+        kept, gaps, table = self._tables(starts, starts + (0 if frozen else lengths), base)
+        batch = KVBatch(lengths, kept, table, step_kv="beside" if frozen else "written", sink=spec.sink, gaps=gaps)
+        view = PagedView(self.memory, self.backend.plan_kv(self.memory, batch), self._windows, positions)
+        if not frozen:
+            view.write_to(base[row_of] + self._place(positions))
+        return view
+
+    def _place(self, positions: _Ints) -> _Ints:
+        """Where in a slot each position is kept."""
+        sink = self.spec.sink
+        return np.where(positions < sink, positions, sink + (positions - sink) % self._ring)
+
+    def _tables(self, starts: _Ints, ends: _Ints, base: _Ints) -> tuple[_Ints, _Ints, npt.NDArray[np.int32]]:
+        """Per row: tokens that are still seen before the step, tokens forgotten after the sinks, and the places of all
+        tokens up to *ends* that are not forgotten."""
+        sink, window = self.spec.sink, self.spec.window
+        gaps = np.maximum(0, starts - window + 1 - sink)
+        columns = np.arange(int((ends - gaps).max()) if len(ends) else 0)
+        positions = columns + np.where(columns >= sink, gaps[:, None], 0)
+        return starts - gaps, gaps, (base[:, None] + self._place(positions)).astype(np.int32)
+
+    def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        if not frozen:
+            for row in rows:
+                self._lengths[row.owner] += row.length
+
+    def usage(self) -> Usage:
+        return self._slots.usage()
+
+    def check(self, owners: Sequence[Owner]) -> None:
+        self._slots.check(owners)
+        if not set(self._lengths) <= set(owners):
+            raise IntegrityError(f"{self.name!r} remembers owners that are closed")
