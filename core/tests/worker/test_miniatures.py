@@ -299,9 +299,17 @@ def test_a_request_that_takes_too_long_is_ended(registry: Registry) -> None:
 
 def test_a_request_that_no_pool_can_hold_is_refused(registry: Registry) -> None:
     driver = Driver(miniature("mini_chat"), registry, resources={"kv": {"tokens": 256}})
-    driver.submit("r", Example("a" * 300, {"max_tokens": 5}))
+    driver.submit("long", Example("a" * 300, {"max_tokens": 5}))
     driver.take()
-    end = driver.ended["r"]
+    end = driver.ended["long"]
     assert isinstance(end, Failed)
-    assert end.status == 400
+    assert (end.status, end.code) == (400, "context_length_exceeded")
+    assert "305 tokens" in end.message
+    assert "may hold 256" in end.message
+    driver = Driver(miniature("mini_denoise"), registry, resources={"kv": {"tokens": 256}})
+    driver.submit("two", Example("a" * 254))  # two contexts that would fit one at a time
+    driver.take()
+    end = driver.ended["two"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code) == (400, "request_too_large")
     assert "resources.kv" in end.message

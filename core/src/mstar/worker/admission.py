@@ -38,7 +38,14 @@ class Admission:
         for name, contexts in self.plan.contexts.items():
             resource = self.resources[name]
             for context in contexts:
-                tokens = asked.get((name, context), getattr(resource.spec, "max_tokens", 0))
+                limit = getattr(resource.spec, "max_tokens", None)
+                tokens = asked.get((name, context), limit or 0)
+                if limit is not None and tokens > limit:
+                    raise RequestError(
+                        f"the request needs {tokens} tokens of {name!r} in all, one request may hold {limit}; shorten it "
+                        "or lower max_tokens",
+                        code="context_length_exceeded",
+                    )
                 needs.append((name, context, resource.units(tokens)))
         for name in self.plan.contexts:
             total = sum(units for resource, _, units in needs if resource == name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ def _make_resources(
     dtype: torch.dtype,
 ) -> dict[str, Resource]:
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
+    unsized = sum(getattr(spec, "tokens", 0) is None for spec in declared.values())
+    budget = _memory_budget(device) // max(unsized, 1)
     made: dict[str, Resource] = {}
     for name, spec in declared.items():
         contexts = len(plan.contexts.get(name, ())) or 1
@@ -119,9 +122,19 @@ def _make_resources(
             owners += deployment.max_sessions * contexts
         if getattr(spec, "backend", "") is None and deployment.engine.attention is not None:
             spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
-        context = ResourceContext(device, dtype, owners, attention_backends=backends)
+        memory = budget if getattr(spec, "tokens", 0) is None else None
+        context = ResourceContext(device, dtype, owners, memory, backends)
         made[name] = registry.resource(spec.kind)(name, spec, context)
     return made
+
+
+def _memory_budget(device: torch.device) -> int:
+    """Bytes that pools without a size of their own may take together: most of what a GPU has free once the weights are
+    there, a quarter of a computer's free memory (it has other work to do)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.85)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def _load_nodes(
