@@ -1,0 +1,107 @@
+"""The layers of a decoder-only transformer of the Llama kind. Differences between families are flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mstar.nn.config import DecoderConfig
+from mstar.nn.linear import MergedLinear, QKVLinear, RowLinear, VocabEmbedding
+from mstar.nn.norm import RMSNorm
+from mstar.nn.rotary import Rotary, Rotation
+
+__all__ = ["Attention", "DecoderLayer", "DecoderStack", "GatedMLP"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product. *x* ``[N, hidden]``."""
+
+    def __init__(self, hidden: int, intermediate: int, activation: str = "silu", bias: bool = False):
+        super().__init__()
+        self.gate_up_proj = MergedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
+        self.down_proj = RowLinear(intermediate, hidden, bias)
+        self.activation = _ACTIVATIONS[activation]
+        self.intermediate = intermediate
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).split(self.intermediate, -1)
+        return self.down_proj(self.activation(gate).mul_(up))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key-value heads and rotary positions.
+
+    Keys and values live in the step's KV resource, whose view has ``attend(layer, q, k, v)`` for packed
+    ``[N, heads, head_dim]``; sliding windows are the resource's, per layer.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.qkv_proj = QKVLinear(config.hidden, config.heads, config.kv_heads, config.head_dim, config.qkv_bias)
+        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        turning = heads[:, : self.heads + self.kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            turning = torch.cat((self.q_norm(turning[:, : self.heads]), self.k_norm(turning[:, self.heads :])), 1)
+        turned = rotation.apply(turning)  # q and k in one go: same operation, same angles
+        q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, self.heads + self.kv_heads :]
+        mixed = kv.attend(self.layer, q, k, v)
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP on a residual stream *x* ``[N, hidden]``, which is updated in place."""
+
+    def __init__(self, config: DecoderConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
+        x.add_(self.self_attn(self.input_layernorm(x), rotation, kv))
+        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+
+
+class DecoderStack(nn.Module):
+    """Embedding, layers and final norm. Submodules bear the published names, so that weights map by name.
+
+    The final norm is left to the caller: only the positions whose logits are wanted need it.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.rotary = Rotary(config.head_dim, config.rope)
+
+    def forward(self, x: Tensor, positions: Tensor, kv: Any) -> Tensor:
+        """*x*: embedded tokens ``[N, hidden]``, overwritten. *positions*: integers ``[N]``. Returns ``[N, hidden]``."""
+        rotation = self.rotary(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rotation, kv)
+        return x

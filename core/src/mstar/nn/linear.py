@@ -1,0 +1,97 @@
+"""Linear layers, named after how tensor parallelism cuts them, and the fused ones that read several published tensors.
+
+A fused layer (:class:`MergedLinear`, :class:`QKVLinear`) has one parameter for several published ones, concatenated
+along the output dimension: one matrix product instead of three. :mod:`mstar.weights.names` maps each published tensor to
+its rows, so that the loader reads it straight into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["ColumnLinear", "LMHead", "Linear", "MergedLinear", "QKVLinear", "RowLinear", "VocabEmbedding"]
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias``; *weight* ``[out_features, in_features]``, *x* ``[..., in_features]``.
+
+    :ivar product: set by :func:`mstar.nn.cpu_linear.prepare_cpu` to a faster way to multiply; ``weight`` is empty then.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.product: Product | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+
+
+class ColumnLinear(Linear):
+    """Output features are what tensor parallelism divides: every rank computes some of them from the whole input."""
+
+
+class RowLinear(Linear):
+    """Input features are what tensor parallelism divides: every rank's product is a part of the sum."""
+
+
+class MergedLinear(ColumnLinear):
+    """Several column-parallel layers with one input, computed as one.
+
+    :param parts: published module name → its output features, in the order of the output.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = dict(parts)
+
+
+class QKVLinear(MergedLinear):
+    """Query, key and value projections with grouped heads; output ``[..., (heads + 2 * kv_heads) * head_dim]``."""
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+    ):
+        sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        super().__init__(hidden, dict(zip(names, sizes, strict=True)), bias)
+
+
+class VocabEmbedding(nn.Module):
+    """Token ids (integers, any shape) → rows of *weight* ``[vocab, hidden]``."""
+
+    def __init__(self, vocab: int, hidden: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class LMHead(ColumnLinear):
+    """Hidden states ``[N, hidden]`` → logits ``[N, vocab]``. Given *tied*, it shares that embedding's parameter."""
+
+    def __init__(self, hidden: int, vocab: int, tied: VocabEmbedding | None = None):
+        super().__init__(hidden, vocab)
+        if tied is not None:
+            self.weight = tied.weight

@@ -1,0 +1,156 @@
+"""From published tensors to a module's parameters, without a second copy in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mstar.spec.errors import WeightsError, nearest
+from mstar.weights.checkpoint import Checkpoint
+from mstar.weights.names import Placement, WeightMap
+
+__all__ = ["Progress", "load"]
+
+Progress = Callable[[int, int], None]
+"""Told (bytes done, bytes in all) as the loading goes on."""
+
+_SHOWN = 10
+
+
+def load(
+    module: nn.Module,
+    weightmap: WeightMap,
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> None:
+    """Give *module*, built on the meta device, its parameters and buffers on *device* and fill them from *folder*.
+
+    Floating-point parameters become *dtype* (but for those that *weightmap* keeps in float32); tied ones stay tied.
+    Non-persistent buffers are computed by their module's ``compute_buffers(device) -> {name: tensor}``. Afterwards the
+    module is in evaluation mode. Nothing is allocated before names and shapes have been found to match.
+
+    :raises WeightsError: the checkpoint is incomplete or damaged, a parameter is not filled, a tensor is not used, or a
+        shape differs (promise P11).
+    """
+    checkpoint = Checkpoint(folder)
+    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(module))
+    faults = [
+        *_unfilled(targets, weightmap, checkpoint),
+        *_unused(weightmap, checkpoint),
+    ] or _mismatched(targets, weightmap, checkpoint)
+    if faults:
+        raise WeightsError(f"the weights in {folder} do not match the model:\n  " + "\n  ".join(faults))
+    _materialise(module, weightmap, device, dtype)
+    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(module))
+    total = sum(checkpoint.tensors[place.published].nbytes for place in weightmap.placements)
+    report = progress or (lambda done, total: None)
+    with torch.no_grad():
+        checkpoint.read(
+            ((place.published, _rows(targets[place.target], place)) for place in weightmap.placements),
+            lambda done: report(done, total),
+        )
+    module.eval()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    kept = module.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in module.named_buffers(remove_duplicate=False) if name in kept)
+
+
+def _rows(target: Tensor, place: Placement) -> Tensor:
+    return target if place.rows is None else target[place.start : place.start + place.rows]
+
+
+def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    """Parameters, or rows of fused ones, that nothing in the checkpoint fills."""
+    spare = [name for name in checkpoint.tensors if not weightmap.ignores(name)]
+    absent = [
+        f"{place.target}: no tensor {place.published!r}{_hint(place.published, spare)}"
+        for place in weightmap.placements
+        if place.published not in checkpoint.tensors
+    ]
+    filled: dict[int, int] = {}
+    for place in weightmap.placements:
+        target = targets.get(place.target)
+        if target is None:
+            absent.append(f"{place.target}: the map names it, the module has no such parameter")
+            continue
+        filled[id(target)] = filled.get(id(target), 0) + (_length(target) if place.rows is None else place.rows)
+    for name, target in targets.items():
+        if filled.get(id(target), 0) != _length(target):
+            absent.append(f"{name}: the map fills {filled.get(id(target), 0)} of {_length(target)} rows")
+    return _listed("parameter(s) not filled", absent)
+
+
+def _unused(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    wanted = {place.published for place in weightmap.placements}
+    missing = [name for name in wanted if name not in checkpoint.tensors]
+    unused = [
+        f"{name} {list(info.shape)} in {info.file.name}{_hint(name, missing)}"
+        for name, info in checkpoint.tensors.items()
+        if name not in wanted and not weightmap.ignores(name)
+    ]
+    return _listed("tensor(s) not used", unused)
+
+
+def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    faults = []
+    for place in weightmap.placements:
+        info, want = checkpoint.tensors[place.published], _rows(targets[place.target], place)
+        if info.shape != tuple(want.shape):
+            faults.append(f"{place.published} in {info.file.name} is {list(info.shape)}, expected {list(want.shape)}")
+        elif info.floating != want.is_floating_point():
+            faults.append(f"{place.published} in {info.file.name} holds {info.dtype}, expected {want.dtype}")
+    return _listed("tensor(s) of the wrong shape or type", faults)
+
+
+def _length(target: Tensor) -> int:
+    return target.shape[0] if target.dim() else 1
+
+
+def _hint(name: str, candidates: list[str]) -> str:
+    """The nearest name if there is one near: not a list of them all, which may have thousands."""
+    hint = nearest(name, candidates)
+    return hint if hint.startswith("; did") else ""
+
+
+def _listed(what: str, faults: list[str]) -> list[str]:
+    if not faults:
+        return []
+    more = [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    return [f"{len(faults)} {what}:", *(f"  {fault}" for fault in faults[:_SHOWN]), *more]
+
+
+def _materialise(module: nn.Module, weightmap: WeightMap, device: torch.device, dtype: torch.dtype) -> None:
+    """Replace meta tensors by empty ones on *device*; parameters that were one object stay one object."""
+    made: dict[int, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        computed = owner.compute_buffers(device) if hasattr(owner, "compute_buffers") else {}
+        for name, old in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if id(old) not in made:
+                target = f"{path}.{name}" if path else name
+                made[id(old)] = nn.Parameter(_empty(old, target, weightmap, device, dtype), requires_grad=False)
+            setattr(owner, name, made[id(old)])
+        for name, old_buffer in owner.named_buffers(recurse=False):
+            target = f"{path}.{name}" if path else name
+            if name in computed:
+                setattr(owner, name, computed[name])
+            elif name not in owner._non_persistent_buffers_set:
+                setattr(owner, name, _empty(old_buffer, target, weightmap, device, dtype))
+            elif old_buffer.is_meta:
+                raise WeightsError(f"buffer {target} is neither published nor made by {type(owner).__name__}")
+            else:
+                setattr(owner, name, old_buffer.to(device))
+
+
+def _empty(old: Tensor, target: str, weightmap: WeightMap, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if old.is_floating_point():
+        kind = torch.float32 if weightmap.keeps_float32(target) else dtype
+    else:
+        kind = old.dtype
+    return torch.empty(old.shape, dtype=kind, device=device)

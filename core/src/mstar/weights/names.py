@@ -1,0 +1,101 @@
+"""Which published tensor fills which rows of which parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from mstar.nn.linear import MergedLinear
+
+__all__ = ["Placement", "WeightMap"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Published tensor *published* fills *rows* rows of parameter (or persistent buffer) *target* from *start* on.
+
+    ``rows=None``: the tensor is the whole parameter.
+    """
+
+    published: str
+    target: str
+    start: int = 0
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """A node's weights by name: every parameter, and every tensor of the checkpoint, must occur (promise P11).
+
+    :param ignore: regular expressions (whole names) of published tensors that the node does not need.
+    :param float32: regular expressions (whole names) of parameters that stay float32 whatever the model's dtype.
+    """
+
+    placements: tuple[Placement, ...]
+    ignore: tuple[str, ...] = ()
+    float32: tuple[str, ...] = ()
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        rename: Mapping[str, str] | None = None,
+        ignore: tuple[str, ...] = (),
+        float32: tuple[str, ...] = (),
+    ) -> WeightMap:
+        """The map of a module whose submodules bear the published names; fused layers know their parts.
+
+        :param rename: the module's prefix → the published one, for trees published elsewhere; the longest match wins.
+            The names of tied parameters after the first are ignored in the checkpoint.
+        """
+        seen: set[int] = set()
+        placements: list[Placement] = []
+        aliases: list[str] = []
+        prefixes = sorted((rename or {}).items(), key=lambda item: -len(item[0]))
+        for path, owner in module.named_modules():
+            for name, tensor in _persistent(owner):
+                target = f"{path}.{name}" if path else name
+                if id(tensor) in seen:
+                    aliases.append(re.escape(_published(target, prefixes)))
+                    continue
+                seen.add(id(tensor))
+                placements += (
+                    Placement(_published(published, prefixes), target, start, rows)
+                    for published, start, rows in _parts(owner, path, name)
+                )
+        return cls(tuple(placements), (*ignore, *aliases), float32)
+
+    def ignores(self, published: str) -> bool:
+        return any(re.fullmatch(pattern, published) for pattern in self.ignore)
+
+    def keeps_float32(self, target: str) -> bool:
+        return any(re.fullmatch(pattern, target) for pattern in self.float32)
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, object]]:
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _parts(owner: nn.Module, path: str, name: str) -> Iterator[tuple[str, int, int | None]]:
+    """Names under the module's own tree, with their rows, of the published tensors that make up one parameter."""
+    if not isinstance(owner, MergedLinear):
+        yield (f"{path}.{name}" if path else name), 0, None
+        return
+    parent = path.rpartition(".")[0]
+    start = 0
+    for part, rows in owner.parts.items():
+        yield ".".join(word for word in (parent, part, name) if word), start, rows
+        start += rows
+
+
+def _published(name: str, prefixes: list[tuple[str, str]]) -> str:
+    for own, published in prefixes:
+        if name.startswith(own):
+            return published + name[len(own) :]
+    return name
