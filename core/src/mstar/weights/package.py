@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from mstar.spec.errors import WeightsError
 from mstar.spec.model import WeightsRef
@@ -67,6 +67,13 @@ class PackageOptions(_Package):
     convert: str | None = None
     edition: int = 1
     licence: str | None = None
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [name for package in (self, *self.also) for _, name in package.files.values()]
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"two files get the same local name: {', '.join(sorted(doubled))}")
+        return self
 
     def packages(self, ref: WeightsRef) -> tuple[_OtherPackage, ...]:
         """All packages, the reference's own first."""

@@ -99,7 +99,9 @@ def check_checkpoint(folder: Path) -> None:
     if any(name.endswith(".gguf") for name in found):
         raise WeightsError(f"{folder} holds a GGUF file; the model's published files (safetensors) are needed")
     listing = ", ".join(found[:8]) + (", …" if len(found) > 8 else "") if found else "nothing"
-    raise WeightsError(f"{folder} does not look like a checkpoint: no weight file ({', '.join(_WEIGHT_FILES)}) in it, found {listing}")
+    raise WeightsError(
+        f"{folder} does not look like a checkpoint: no weight file ({', '.join(_WEIGHT_FILES)}) in it, found {listing}"
+    )
 
 
 _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -110,7 +112,7 @@ def parse_override(text: str) -> WeightsRef:
 
     A folder that exists wins over a Hub id of the same spelling; ``./name`` always means a folder.
     """
-    if Path(text).expanduser().exists() or text.startswith((".", "/", "~")):
+    if (text and Path(text).expanduser().exists()) or text.startswith((".", "/", "~")):
         return WeightsRef("path", text)
     match = _HUB_ID.fullmatch(text)
     if match is None:
@@ -147,7 +149,8 @@ def resolve_weights(
     raise WeightsError(
         f"no weights for {spec.key!r}. Tried:\n"
         + "\n".join("  - " + failure.replace("\n", "\n    ") for failure in failures)
-        + "\nIf you have the files, point at their folder with --weights DIR (or at a Hub id: --weights OWNER/NAME[@REVISION])."
+        + "\nIf you have the files, point at their folder with --weights DIR; for another copy on the Hub: "
+        + "--weights OWNER/NAME[@REVISION]."
     )
 
 

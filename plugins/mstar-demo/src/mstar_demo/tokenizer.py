@@ -31,13 +31,13 @@ def build_tokenizer(facts: dict[str, Any]) -> Tokenizer:
         raise WeightsError(f"a tokenizer of kind {kind[0]!r} with pre-tokenizer {kind[1]!r} cannot be converted")
     tokens = facts["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in facts["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     # llama.cpp's "smollm": every digit alone, then GPT-2's pattern on what lies between.
     digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     tokenizer.decoder = decoders.ByteLevel()
-    types = facts["tokenizer.ggml.token_type"]
-    special = [token for token, type in zip(tokens, types, strict=True) if type == _CONTROL]
+    kinds = zip(tokens, facts["tokenizer.ggml.token_type"], strict=True)
+    special = [token for token, token_type in kinds if token_type == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
