@@ -1,1 +1,16 @@
 """The demo models, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mstar import hookimpl
+from mstar.spec.model import ModelSpec
+from mstar_demo.spec import SMOLLM2
+
+__all__ = ["mstar_models"]
+
+
+@hookimpl
+def mstar_models() -> Sequence[ModelSpec]:
+    return (SMOLLM2,)

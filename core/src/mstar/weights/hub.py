@@ -1,0 +1,76 @@
+"""``hub``: weights from the Hugging Face Hub (or a mirror of it), at a pinned revision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mstar.spec.errors import WeightsError
+from mstar.spec.model import WeightsRef
+from mstar.weights.sources import SourceContext, WeightSource, check_checkpoint
+
+__all__ = ["HubSource"]
+
+_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
+"""Safetensors, configurations and every form of tokenizer: not the copies of the weights in other formats."""
+
+
+class HubSource(WeightSource):
+    """Downloads a snapshot into the Hub library's own cache, which other programs share; goes on where a download broke
+    off. A cached snapshot of a pinned revision is used without asking the Hub.
+
+    Options of a reference: ``allow`` and ``ignore``, lists of file patterns, for layouts other than safetensors.
+    """
+
+    def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
+        unknown = ref.options.keys() - {"allow", "ignore"}
+        if unknown:
+            raise WeightsError(f"hub {ref.id}: unknown options in the model's spec: {', '.join(sorted(unknown))}")
+        context.say(f"Looking for {ref.id} in the Hub's cache" + ("." if context.offline else " and on the Hub."))
+        folder = _snapshot(ref, context)
+        check_checkpoint(folder)
+        return folder
+
+
+def _snapshot(ref: WeightsRef, context: SourceContext) -> Path:
+    # Imported here: the library reads its environment when it is imported, and takes a moment.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                ref.id,
+                revision=ref.revision,
+                cache_dir=context.hub_cache,
+                token=context.token,
+                endpoint=context.endpoint,
+                local_files_only=context.offline,
+                allow_patterns=list(ref.options.get("allow", _FILES)),
+                ignore_patterns=list(ref.options.get("ignore", ())),
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise WeightsError(
+            f"{ref.id} is gated: accept its terms on https://huggingface.co/{ref.id}, then give a token of that "
+            "account (HF_TOKEN, or 'hf auth login')"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise WeightsError(
+            f"the Hub has no model {ref.id!r}, or it is private (then give a token that may read it: HF_TOKEN)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise WeightsError(f"{ref.id} has no revision {ref.revision!r}") from error
+    except errors.HFValidationError as error:
+        raise WeightsError(f"{ref.id!r} is not a Hub id (OWNER/NAME): {error}") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise WeightsError(_absent(ref, context, error)) from error
+    except Exception as error:
+        # What a broken connection raises depends on the library's version and its HTTP client.
+        raise WeightsError(f"downloading {ref.id} failed ({type(error).__name__}: {error}); try again") from error
+
+
+def _absent(ref: WeightsRef, context: SourceContext, error: Exception) -> str:
+    if context.offline:
+        return f"{ref.id} is not (wholly) in the Hub's cache, and fetching it is off (offline mode)"
+    reason = str(error).strip().splitlines()[0]
+    place = context.endpoint or "the Hub"
+    return f"{ref.id} is not in the Hub's cache, and {place} does not answer as it should ({reason})"

@@ -1,0 +1,158 @@
+"""Where weights come from: from a spec's references, or an operator's ``--weights``, to a local folder.
+
+A source is a small class that knows one kind of place (a folder, the Hub, a package index). Plugins add theirs through
+``mstar_weight_sources``. Every source ends in a folder in the model's *published layout*, so that loaders see no
+difference between them.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mstar.spec.errors import SetupError, WeightsError
+from mstar.spec.model import Licence, ModelSpec, WeightsRef
+
+__all__ = [
+    "PathSource",
+    "Progress",
+    "SourceContext",
+    "WeightSource",
+    "check_checkpoint",
+    "parse_override",
+    "resolve_weights",
+]
+
+Progress = Callable[[str, int, int], None]
+"""``(what, done, total)``, both in bytes; *total* 0 means unknown. Called from one thread at a time."""
+
+
+def _say_nothing(sentence: str) -> None:
+    del sentence
+
+
+def _show_nothing(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext:
+    """What a source may know of its surroundings. Built once from the settings.
+
+    :param cache: folder for what a source makes itself (converted packages); created on demand.
+    :param offline: reach for nothing that is not on this machine.
+    :param endpoint: base address of the Hub; ``None`` for the library's own default.
+    :param token: access token for the Hub; ``None`` for the one that the library finds.
+    :param hub_cache: folder of Hub snapshots; ``None`` for the library's own default, shared with other programs.
+    :param licence: terms of the weights, for messages; filled in by :func:`resolve_weights`.
+    :param say: takes a sentence for the operator. :param progress: see :data:`Progress`.
+    """
+
+    cache: Path
+    offline: bool = False
+    endpoint: str | None = None
+    token: str | None = None
+    hub_cache: Path | None = None
+    licence: Licence | None = None
+    say: Callable[[str], None] = _say_nothing
+    progress: Progress = _show_nothing
+
+
+class WeightSource(abc.ABC):
+    """One kind of place that weights come from. Stateless; constructed without arguments."""
+
+    @abc.abstractmethod
+    def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
+        """The local folder, in the published layout, that *ref* stands for; fetched or converted if need be.
+
+        :raises WeightsError: when this source cannot give it; the message says why and what would help.
+        """
+
+
+class PathSource(WeightSource):
+    """``path``: a folder that is there already."""
+
+    def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
+        folder = Path(ref.id).expanduser()
+        if not folder.exists():
+            raise WeightsError(f"there is no folder {ref.id!r}")
+        if not folder.is_dir():
+            raise WeightsError(f"{ref.id!r} is a file; name the folder that holds the checkpoint")
+        check_checkpoint(folder)
+        return folder.resolve()
+
+
+_WEIGHT_FILES = ("*.safetensors", "*.pt", "*.pth", "*.nemo", "*.bin", "*.ckpt")
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise :class:`WeightsError` unless *folder* holds a weight file, itself or in a folder one level down.
+
+    Whether the file fits the model is the loader's business; this only catches a wrong folder early.
+    """
+    if any(next(folder.glob(depth + pattern), None) for pattern in _WEIGHT_FILES for depth in ("", "*/")):
+        return
+    found = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".gguf") for name in found):
+        raise WeightsError(f"{folder} holds a GGUF file; the model's published files (safetensors) are needed")
+    listing = ", ".join(found[:8]) + (", …" if len(found) > 8 else "") if found else "nothing"
+    raise WeightsError(
+        f"{folder} does not look like a checkpoint: no weight file ({', '.join(_WEIGHT_FILES)}) in it, found {listing}"
+    )
+
+
+_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+def parse_override(text: str) -> WeightsRef:
+    """What ``--weights`` means: a folder, or ``HUB_ID[@REVISION]``.
+
+    A folder that exists wins over a Hub id of the same spelling; ``./name`` always means a folder.
+    """
+    if (text and Path(text).expanduser().exists()) or text.startswith((".", "/", "~")):
+        return WeightsRef("path", text)
+    match = _HUB_ID.fullmatch(text)
+    if match is None:
+        raise WeightsError(f"--weights {text}: there is no such folder, and it is not a Hub id (OWNER/NAME[@REVISION])")
+    return WeightsRef("hub", match["id"], match["revision"])
+
+
+def resolve_weights(
+    spec: ModelSpec,
+    override: str | None,
+    sources: Callable[[str], type[WeightSource]],
+    context: SourceContext,
+) -> Path | None:
+    """The local folder with *spec*'s weights; ``None`` for a model that has none.
+
+    The spec's references are tried in order. An *override* (``DIR`` or ``HUB_ID[@REVISION]``) is tried alone: an
+    operator who named a place does not want another one.
+
+    :param sources: from a source's name to its class (``Registry.weight_source``).
+    :raises WeightsError: when nothing worked; it lists what was tried, why each failed, and what to do.
+    """
+    context = replace(context, licence=spec.licence)
+    refs = (parse_override(override),) if override is not None else spec.weights
+    if not refs:
+        return None
+    failures = []
+    for ref in refs:
+        try:
+            return sources(ref.source)().resolve(ref, context)
+        except SetupError as error:  # an unknown source too: its plugin may be missing while the next one is there
+            failures.append(f"{_spell(ref)}: {error}")
+            if ref is not refs[-1]:
+                context.say(f"{_spell(ref)} did not work, trying the next place.")
+    raise WeightsError(
+        f"no weights for {spec.key!r}. Tried:\n"
+        + "\n".join("  - " + failure.replace("\n", "\n    ") for failure in failures)
+        + "\nIf you have the files, point at their folder with --weights DIR; for another copy on the Hub: "
+        + "--weights OWNER/NAME[@REVISION]."
+    )
+
+
+def _spell(ref: WeightsRef) -> str:
+    return f"{ref.source} {ref.id}" + (f" @ {ref.revision}" if ref.revision else "")

@@ -1,0 +1,171 @@
+"""The Hub source against a small Hub on the loopback interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mstar.spec.errors import WeightsError
+from mstar.spec.model import WeightsRef
+from mstar.weights.hub import HubSource
+from mstar.weights.sources import SourceContext
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"\x02\0\0\0\0\0\0\0{}" + bytes(3000),
+    "tokenizer.json": b'{"model": {}}',
+    "pytorch_model.bin": b"the same weights once more",
+    "README.md": b"# readme",
+}
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves repository ``o/tiny`` at one commit; ``o/gated`` is gated, anything else is missing."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requested: list[str] = []
+        self.tokens: set[str | None] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        """Be quiet."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.requested.append(f"{self.command} {path}")
+        self.server.tokens.add(self.headers.get("Authorization"))
+        if "o/gated" in path:
+            self._fail(403, "GatedRepo")
+        elif "o/tiny" not in path:
+            self._fail(401, "RepoNotFound")
+        elif path in (
+            f"/api/models/o/tiny/revision/{COMMIT}",
+            "/api/models/o/tiny/revision/main",
+            "/api/models/o/tiny",
+        ):
+            self._json({"id": "o/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]})
+        elif path == f"/api/models/o/tiny/tree/{COMMIT}":
+            self._json(
+                [
+                    {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                    for n, c in FILES.items()
+                ]
+            )
+        elif path.startswith(f"/o/tiny/resolve/{COMMIT}/"):
+            self._file(path.rpartition("/")[2])
+        else:
+            self._fail(404, "RevisionNotFound")
+
+    def _json(self, content: object) -> None:
+        self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, name: str) -> None:
+        etag = f'"{hashlib.sha256(FILES[name]).hexdigest()}"'
+        self._answer(200, FILES[name], {"ETag": etag, "X-Repo-Commit": COMMIT})
+
+    def _fail(self, status: int, code: str) -> None:
+        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    server = FakeHub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def context(hub: FakeHub, tmp_path: Path, *, offline: bool = False, token: str | None = None) -> SourceContext:
+    return SourceContext(cache=tmp_path, hub_cache=tmp_path / "hub", endpoint=hub.url, offline=offline, token=token)
+
+
+def test_takes_weights_config_and_tokenizer_only(hub: FakeHub, tmp_path: Path) -> None:
+    folder = HubSource().resolve(WeightsRef("hub", "o/tiny", COMMIT), context(hub, tmp_path))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
+        name: FILES[name] for name in ("config.json", "model.safetensors", "tokenizer.json")
+    }
+
+
+def test_a_branch_is_resolved_to_its_commit(hub: FakeHub, tmp_path: Path) -> None:
+    assert HubSource().resolve(WeightsRef("hub", "o/tiny"), context(hub, tmp_path)).name == COMMIT
+
+
+def test_patterns_of_the_reference(hub: FakeHub, tmp_path: Path) -> None:
+    ref = WeightsRef("hub", "o/tiny", COMMIT, {"allow": ["*"], "ignore": ["*.md", "*.json"]})
+    folder = HubSource().resolve(ref, context(hub, tmp_path))
+    assert {file.name for file in folder.iterdir()} == {"model.safetensors", "pytorch_model.bin"}
+
+
+def test_a_cached_snapshot_serves_offline(hub: FakeHub, tmp_path: Path) -> None:
+    ref = WeightsRef("hub", "o/tiny", COMMIT)
+    first = HubSource().resolve(ref, context(hub, tmp_path))
+    hub.requested.clear()
+    assert HubSource().resolve(ref, context(hub, tmp_path, offline=True)) == first
+    assert hub.requested == []
+
+
+def test_the_token_is_sent(hub: FakeHub, tmp_path: Path) -> None:
+    HubSource().resolve(WeightsRef("hub", "o/tiny", COMMIT), context(hub, tmp_path, token="hf_secret"))
+    assert "Bearer hf_secret" in hub.tokens
+
+
+@pytest.mark.parametrize(
+    ("ref", "sentence"),
+    [
+        (WeightsRef("hub", "o/gated", COMMIT), "is gated: accept its terms"),
+        (WeightsRef("hub", "o/missing", COMMIT), "no model 'o/missing'"),
+        (WeightsRef("hub", "o/tiny", "no-such-branch"), "no revision 'no-such-branch'"),
+        (WeightsRef("hub", "o/ti..ny", COMMIT), "not a Hub id"),
+        (WeightsRef("hub", "o/tiny", COMMIT, {"allow": ["*.json"]}), "no weight file"),
+        (WeightsRef("hub", "o/tiny", COMMIT, {"allows": []}), "unknown options"),
+    ],
+)
+def test_errors_are_sentences(hub: FakeHub, tmp_path: Path, ref: WeightsRef, sentence: str) -> None:
+    with pytest.raises(WeightsError, match=sentence):
+        HubSource().resolve(ref, context(hub, tmp_path))
+
+
+def test_offline_without_a_snapshot(hub: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="offline mode"):
+        HubSource().resolve(WeightsRef("hub", "o/tiny", COMMIT), context(hub, tmp_path, offline=True))
+    assert hub.requested == []
+
+
+def test_a_hub_that_is_not_there(tmp_path: Path) -> None:
+    nowhere = SourceContext(cache=tmp_path, hub_cache=tmp_path / "hub", endpoint="http://127.0.0.1:9")
+    with pytest.raises(WeightsError, match="does not answer"):
+        # a branch: for a pinned commit the library retries for twenty seconds first
+        HubSource().resolve(WeightsRef("hub", "o/tiny"), nowhere)
