@@ -1,0 +1,146 @@
+"""Running answers: start them, merge what they say, and end them when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from mstar.spec.processor import Delta
+from mstar.spec.tasks import Task
+from mstar_server.errors import ClientGone
+from mstar_server.protocols import Answer, Service
+
+__all__ = ["Merged", "begin", "cancel", "start", "unless_gone"]
+
+T = TypeVar("T")
+
+QUEUED_DELTAS = 64
+"""Deltas that wait for a slow client before its request stops being drained (the engine's back-pressure takes over)."""
+
+
+async def start(service: Service, tasks: Sequence[Task], request_id: str) -> list[Answer]:
+    """Start *tasks*, which are samples of one prompt; all of them or none."""
+    answers: list[Answer] = []
+    try:
+        first = await service.generate(tasks[0], request_id if len(tasks) == 1 else f"{request_id}-0")
+        answers.append(first)
+        for number, task in enumerate(tasks[1:], 1):
+            answers.append(await service.generate(task, f"{request_id}-{number}", first.id))
+    except BaseException:
+        cancel(answers)
+        raise
+    return answers
+
+
+def cancel(answers: Sequence[Answer]) -> None:
+    """Cancel those of *answers* that have not ended."""
+    for answer in answers:
+        if answer.finish_reason is None:
+            answer.cancel("cancelled")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of *work*, which is cancelled when the client goes away first (then :class:`ClientGone` is raised).
+
+    The request's body must have been read: what is received after it can only be the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Merged:
+    """The deltas of one or more answers in order of arrival, as pairs (which answer, delta).
+
+    An answer's end is the pair (which, ``None``); the iterator ends with the last of them. An answer that fails raises
+    its error and ends them all. ``await next_or_none(seconds)`` gives ``None`` after a silence of *seconds*. Close it
+    when done: what still runs is cancelled.
+    """
+
+    def __init__(self, answers: Sequence[Answer]):
+        self.answers = answers
+        self._head: deque[tuple[int, Any]] = deque()
+        self._queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(QUEUED_DELTAS)
+        self._open = len(answers)
+        self._pumps = [asyncio.ensure_future(self._pump(i, answer)) for i, answer in enumerate(answers)]
+
+    async def _pump(self, which: int, answer: Answer) -> None:
+        put = self._queue.put
+        try:
+            async for delta in answer:
+                await put((which, delta))
+        except Exception as error:  # carried over to the consumer, which raises it
+            await put((which, error))
+        else:
+            await put((which, None))
+
+    async def begin(self, seconds: float) -> None:
+        """Wait until every answer has said something, at most *seconds*; raises the error of one that failed."""
+        silent = set(range(len(self.answers)))
+        try:
+            async with asyncio.timeout(seconds):
+                while silent and len(self._head) < QUEUED_DELTAS:
+                    which, item = await self._queue.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    self._head.append((which, item))
+                    silent.discard(which)
+        except TimeoutError:
+            return
+
+    @property
+    def done(self) -> bool:
+        """Every answer has ended and all of it has been taken."""
+        return self._open == 0
+
+    async def next_or_none(self, seconds: float) -> tuple[int, Delta | None] | None:
+        """The next pair, or ``None`` when there is none for *seconds*."""
+        if self._head:
+            pair = self._head.popleft()
+        elif not self._queue.empty():
+            pair = self._queue.get_nowait()
+        else:
+            try:
+                async with asyncio.timeout(seconds):
+                    pair = await self._queue.get()
+            except TimeoutError:
+                return None
+        if isinstance(pair[1], Exception):
+            raise pair[1]
+        if pair[1] is None:
+            self._open -= 1
+        return pair
+
+    def close(self) -> None:
+        """Cancel what has not ended. May be called more than once."""
+        for pump in self._pumps:
+            pump.cancel()
+        cancel(self.answers)
+
+
+async def begin(service: Service, tasks: Sequence[Task], request_id: str, seconds: float) -> Merged:
+    """Start *tasks* and wait for their first events, at most *seconds*, so that a refusal still has its status line."""
+    merged = Merged(await start(service, tasks, request_id))
+    try:
+        await merged.begin(seconds)
+    except BaseException:
+        merged.close()
+        raise
+    return merged

@@ -1,0 +1,181 @@
+"""One error contract for every route: ``{"error": {"message", "type", "param", "code"}}`` with the right status.
+
+Whatever goes wrong (a deliberate :class:`RequestError`, a body that does not parse or validate, an unknown path, a bug)
+becomes that object: as a response before the first byte, as an event of the stream after it. A bug is logged with an id
+that its answer carries.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mstar.spec.errors import RequestError, nearest
+
+__all__ = ["ClientGone", "ErrorMiddleware", "as_request_error", "error_object", "error_response", "install_handlers"]
+
+log = logging.getLogger("mstar.server")
+
+_BY_STATUS = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+}
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was ready."""
+
+
+def as_request_error(error: BaseException) -> RequestError:
+    """*error* as something that a client may read. A bug is logged here, once, under the id that the answer names."""
+    if isinstance(error, RequestError):
+        return error
+    incident = uuid.uuid4().hex
+    log.error("unhandled error, id %s", incident, exc_info=error)
+    return RequestError(
+        f"internal error; the server's log has the cause under id {incident}",
+        code="internal_error",
+        status=500,
+        type="server_error",
+    )
+
+
+def error_object(error: RequestError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for *error*, with ``Retry-After`` (whole seconds) where the error knows one."""
+    headers = dict(headers or {})
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    return Response(msgspec.json.encode(error_object(error)), error.status, headers, "application/json")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Make *app* answer every fault that a route or the framework raises in the one form."""
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    kind, code = _BY_STATUS.get(
+        status, ("server_error" if status >= 500 else "invalid_request_error", "invalid_request")
+    )
+    message = str(error.detail)
+    if status == 404 and message == "Not Found":
+        paths = {path for route in request.app.routes if (path := getattr(route, "path", None))}
+        message = f"no route {request.url.path!r}{nearest(request.url.path, paths)}"
+    elif status == 405 and message == "Method Not Allowed":
+        message = f"{request.method} is not allowed on {request.url.path!r}"
+    return error_response(RequestError(message, code=code, status=status, type=kind), error.headers)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return error_response(_validation_fault(error.errors(), error.body))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it: the access log does
+
+
+def _validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
+    """The one fault worth showing: the deepest, since a union reports each of its branches."""
+    if faults[0]["type"] == "json_invalid":
+        reason = faults[0].get("ctx", {}).get("error", "")
+        return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
+    paths = [_path(fault, body) for fault in faults]
+    best = max(range(len(faults)), key=lambda i: len(paths[i]))
+    fault, param = faults[best], _dotted(paths[best])
+    if not param:
+        return RequestError(
+            "the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json"
+        )
+    if fault["type"] == "missing":
+        return RequestError(f"{param!r} is required", param=param, code="missing_required_parameter")
+    if fault["type"] == "extra_forbidden":
+        return RequestError(f"unknown parameter {param!r}", param=param, code="unknown_parameter")
+    text = fault["msg"].removeprefix("Value error, ")
+    message = f"{param!r}: {text[:1].lower()}{text[1:]}, got {_shown(fault.get('input'))}"
+    return RequestError(message, param=param)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _path(fault: Any, body: Any) -> list[str | int]:
+    """A fault's place in *body*: pydantic's location without the names of union branches, which are no part of it."""
+    parts, value = list(fault["loc"])[1:], body
+    path: list[str | int] = []
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1
+        if isinstance(value, Mapping) and (part in value or (last and fault["type"] == "missing")):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(part)
+    return path
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+class ErrorMiddleware:
+    """Turns a bug into a 500 of the contract; after the response began, only the connection can be closed."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception as error:
+            if started:
+                raise
+            await error_response(as_request_error(error))(scope, receive, send)

@@ -1,0 +1,1 @@
+"""The native request: `/generate` over HTTP and over a socket."""

@@ -1,0 +1,216 @@
+"""The native request: from a form, a JSON body or a socket's opening message to a :class:`GenerateTask`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from starlette.datastructures import FormData, UploadFile
+
+from mstar.spec.errors import RequestError, nearest
+from mstar.spec.knobs import validate_knobs
+from mstar.spec.model import ModelSpec
+from mstar.spec.tasks import File, GenerateTask, Part
+from mstar_server.media import decode_base64, decode_file, split_data_url
+from mstar_server.options import ServerOptions
+
+__all__ = ["GenerateBody", "NativeRequest", "Upload", "body_schema", "from_form", "from_json", "make_task"]
+
+
+class FileBody(BaseModel):
+    """A file inside JSON."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: str = Field(description="Base64, or a data URL.")
+    name: str = ""
+    media_type: str = "application/octet-stream"
+
+
+class GenerateBody(BaseModel):
+    """A native request. *model* may be left out when the server has one model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = Field(None, description="May be left out when the server has one model.")
+    text: str = ""
+    files: list[FileBody] = Field(default_factory=list)
+    output_modalities: list[str] = Field(default_factory=list, description="Default: the model's choice.")
+    streaming: StrictBool = Field(False, description="Answer in JSON lines as the parts are made.")
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, description="The model's knobs; its listing names them.")
+    session: str | None = Field(None, description="Keep state under this name after the request.")
+    stop: str | list[str] | None = Field(None, description="Strings that end a text.")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file as it came. *param* is its name in errors."""
+
+    data: bytes
+    name: str
+    media_type: str
+    param: str
+
+
+@dataclass(frozen=True)
+class NativeRequest:
+    """A checked native request whose files are not decoded yet."""
+
+    model: str | None = None
+    text: str = ""
+    uploads: tuple[Upload, ...] = ()
+    output_modalities: tuple[str, ...] = ()
+    streaming: bool = False
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    session: str | None = None
+    stop: tuple[str, ...] = ()
+
+
+def body_schema() -> dict[str, Any]:
+    """The JSON schema of :class:`GenerateBody`, without references (an OpenAPI document has its own root)."""
+    schema = GenerateBody.model_json_schema()
+    schema["properties"]["files"]["items"] = schema.pop("$defs")["FileBody"]
+    return schema
+
+
+def from_json(value: Any, options: ServerOptions) -> NativeRequest:
+    """A request from a decoded JSON object. Raises :class:`RequestError` that names the field at fault."""
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    for name in value:
+        if name not in GenerateBody.model_fields:
+            known = nearest(name, GenerateBody.model_fields)
+            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
+    try:
+        body = GenerateBody.model_validate({k: v for k, v in value.items() if v is not None})
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        # the path without the names of union branches ("stop.str")
+        param = ".".join(str(part) for part in fault["loc"]).removesuffix(".str").removesuffix(".list[str]")
+        message = f"{param!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
+        raise RequestError(message, param=param) from None
+    _check_kwargs_size(len(json.dumps(body.model_kwargs)), options)
+    uploads = tuple(_json_upload(file, f"files[{i}]") for i, file in enumerate(body.files))
+    return _checked(
+        NativeRequest(
+            body.model, body.text, uploads, tuple(body.output_modalities), body.streaming, body.model_kwargs,
+            body.session, _strings(body.stop),
+        ),
+        options,
+    )  # fmt: skip
+
+
+def _json_upload(file: FileBody, param: str) -> Upload:
+    if file.data.startswith("data:"):
+        media_type, data = split_data_url(file.data, f"{param}.data")
+        return Upload(data, file.name, media_type or file.media_type, param)
+    return Upload(decode_base64(file.data, f"{param}.data"), file.name, file.media_type, param)
+
+
+async def from_form(form: FormData, options: ServerOptions) -> NativeRequest:
+    """A request from a multipart or URL-encoded form."""
+    uploads: list[Upload] = []
+    fields: dict[str, list[str]] = {}
+    for name, value in form.multi_items():
+        if name not in GenerateBody.model_fields:
+            known = nearest(name, GenerateBody.model_fields)
+            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
+        if isinstance(value, UploadFile) != (name == "files"):
+            want = "a file" if name == "files" else "a text, not a file"
+            raise RequestError(f"{name!r} must be {want}", param=name)
+        if isinstance(value, UploadFile):
+            media_type = value.content_type or "application/octet-stream"
+            uploads.append(Upload(await value.read(), value.filename or "", media_type, f"files[{len(uploads)}]"))
+        else:
+            fields.setdefault(name, []).append(value)
+    modalities = [word.strip() for value in fields.get("output_modalities", ()) for word in value.split(",")]
+    return _checked(
+        NativeRequest(
+            _single(fields, "model"), _single(fields, "text") or "", tuple(uploads), tuple(filter(None, modalities)),
+            _boolean(_single(fields, "streaming")), _json_object(_single(fields, "model_kwargs"), options),
+            _single(fields, "session"), tuple(fields.get("stop", ())),
+        ),
+        options,
+    )  # fmt: skip
+
+
+def _single(fields: Mapping[str, Sequence[str]], name: str) -> str | None:
+    values = fields.get(name, ())
+    if len(values) > 1:
+        raise RequestError(f"{name!r} was sent {len(values)} times", param=name)
+    return values[0] if values else None
+
+
+def _boolean(value: str | None) -> bool:
+    if value is None or value.lower() in ("false", "0", ""):
+        return False
+    if value.lower() in ("true", "1"):
+        return True
+    raise RequestError(f"'streaming' must be true or false, got {value[:40]!r}", param="streaming")
+
+
+def _json_object(text: str | None, options: ServerOptions) -> dict[str, Any]:
+    if not text:
+        return {}
+    _check_kwargs_size(len(text.encode()), options)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        message = f"'model_kwargs' is not valid JSON: {error}"
+        raise RequestError(message, param="model_kwargs", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("'model_kwargs' must be a JSON object", param="model_kwargs")
+    return value
+
+
+def _check_kwargs_size(size: int, options: ServerOptions) -> None:
+    if size > options.max_kwargs_bytes:
+        message = f"'model_kwargs' of {size} bytes is larger than the limit of {options.max_kwargs_bytes}"
+        raise RequestError(message, param="model_kwargs", code="too_large", status=413)
+
+
+def _strings(value: str | list[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _checked(request: NativeRequest, options: ServerOptions) -> NativeRequest:
+    if len(request.text) > options.max_text_chars:
+        message = f"'text' of {len(request.text)} characters is longer than the limit of {options.max_text_chars}"
+        raise RequestError(message, param="text", code="text_too_long")
+    if len(request.uploads) > options.max_files:
+        message = f"{len(request.uploads)} files are more than the limit of {options.max_files}"
+        raise RequestError(message, param="files", code="too_many_files")
+    return request
+
+
+def make_task(
+    request: NativeRequest, spec: ModelSpec, options: ServerOptions, live: Sequence[str] = ()
+) -> GenerateTask:
+    """The task for *spec*'s model. Decodes the files: call it in a thread when there are any."""
+    for word in request.output_modalities:
+        if word not in spec.outputs:
+            message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
+            raise RequestError(message, param="output_modalities", code="unsupported_modality")
+    knobs = validate_knobs(spec.knobs, dict(request.model_kwargs), where="model_kwargs.")
+    return GenerateTask(
+        knobs=knobs,
+        want=request.output_modalities,
+        stop=request.stop,
+        session=request.session,
+        text=request.text,
+        parts=tuple(_part(upload, spec, options) for upload in request.uploads),
+        live=tuple(live),
+    )
+
+
+def _part(upload: Upload, spec: ModelSpec, options: ServerOptions) -> Part:
+    part = decode_file(upload.data, upload.name, upload.media_type, upload.param, options)
+    modality = type(part).__name__.lower()
+    if not isinstance(part, File) and modality not in spec.inputs:
+        takes = ", ".join(spec.inputs)
+        message = f"{upload.param!r}: the model {spec.key!r} does not take {modality}; it takes {takes}"
+        raise RequestError(message, param=upload.param, code="unsupported_modality")
+    return part

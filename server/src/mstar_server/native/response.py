@@ -1,0 +1,101 @@
+"""The native answer: one JSON object, or one object per delta.
+
+Audio is signed 16-bit: a WAV file when whole, bare PCM (``pcm_s16le``) in deltas. Images are PNG files. A video is its
+frames as PNG files with their rate. Arrays are nested lists with dtype and shape; a number that is not finite is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar_server.encode import base64_text, channels, pcm16, png, wav
+from mstar_server.protocols import Answer
+
+__all__ = ["delta_object", "done_object", "is_heavy", "whole_object"]
+
+
+def is_heavy(delta: Delta) -> bool:
+    """Encoding *delta* takes milliseconds: do it in a thread."""
+    return isinstance(delta, FramesDelta)
+
+
+def delta_object(delta: Delta, index: int) -> dict[str, Any]:
+    """One delta; *index* counts those of its stream."""
+    head = {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
+    if isinstance(delta, TextDelta):
+        return {**head, "text": delta.text}
+    if isinstance(delta, AudioDelta):
+        facts = {"encoding": "pcm_s16le", "rate": delta.rate, "channels": channels(delta.samples)}
+        return {**head, **facts, "data": base64_text(pcm16(delta.samples))}
+    if isinstance(delta, FramesDelta):
+        return {**head, "encoding": "png", **_frames(delta.frames, delta.fps)}
+    return {**head, **_array(delta.data)}
+
+
+def done_object(answer: Answer, reason: str | None = None) -> dict[str, Any]:
+    return {"type": "done", "finish_reason": reason or answer.finish_reason, "usage": usage_object(answer)}
+
+
+def usage_object(answer: Answer) -> dict[str, Any]:
+    usage = answer.usage
+    report: dict[str, Any] = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens}
+    if usage is not None:
+        report |= {"input": usage.input, "output": usage.output, "cached": usage.cached}
+        report |= {"queued_s": usage.queued_s, "run_s": usage.run_s}
+    return report
+
+
+def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
+    """The whole answer: what each stream said, joined, in lists by modality."""
+    streams: dict[tuple[str, str], list[Any]] = {}
+    for delta in deltas:
+        streams.setdefault((modality(delta), delta.stream), []).append(delta)
+    outputs: dict[str, list[dict[str, Any]]] = {}
+    for (kind, stream), parts in streams.items():
+        outputs.setdefault(kind, []).extend({"stream": stream, **item} for item in _joined(kind, parts))
+    return {
+        "id": answer.id,
+        "outputs": outputs,
+        "finish_reason": answer.finish_reason,
+        "usage": usage_object(answer),
+    }
+
+
+def modality(delta: Delta) -> str:
+    if isinstance(delta, TextDelta):
+        return "text"
+    if isinstance(delta, AudioDelta):
+        return "audio"
+    if isinstance(delta, ArrayDelta):
+        return delta.modality
+    return "image" if delta.fps is None else "video"
+
+
+def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
+    if kind == "text":
+        return [{"text": "".join(part.text for part in parts)}]
+    if kind == "audio":
+        samples, rate = np.concatenate([part.samples for part in parts]), parts[0].rate
+        return [
+            {"encoding": "wav", "rate": rate, "channels": channels(samples), "data": base64_text(wav(samples, rate))}
+        ]
+    if kind == "video":
+        return [{"encoding": "png", **_frames([f for part in parts for f in part.frames], parts[0].fps)}]
+    if kind == "image":
+        return [{"encoding": "png", "data": base64_text(png(frame))} for part in parts for frame in part.frames]
+    return [_array(part.data) for part in parts]
+
+
+def _frames(frames: Any, fps: float | None) -> dict[str, Any]:
+    encoded = [base64_text(png(frame)) for frame in frames]
+    if fps is not None:
+        return {"fps": fps, "frames": encoded}
+    return {"data": encoded[0]} if len(encoded) == 1 else {"frames": encoded}
+
+
+def _array(data: Any) -> dict[str, Any]:
+    return {"dtype": str(data.dtype), "shape": list(data.shape), "data": data.tolist()}

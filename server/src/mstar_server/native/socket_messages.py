@@ -1,0 +1,112 @@
+"""What a client says on ``/generate/ws``: opening messages and, for requests in flight, appends, ends and cancels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mstar.spec.errors import RequestError, nearest
+from mstar.spec.tasks import Text
+from mstar_server.media import array_from
+from mstar_server.native.request import GenerateBody, NativeRequest, from_json
+from mstar_server.options import ServerOptions
+
+__all__ = ["Append", "Follow", "Opening", "parse_follow", "parse_message", "parse_opening"]
+
+_FOLLOW = ("id", "append", "end_input", "cancel")
+_OPENING = (*(name for name in GenerateBody.model_fields if name != "streaming"), "live", "end_input", "append", "id")
+_DTYPES = ("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class Append:
+    """Items for one stream: a numpy array, or a :class:`~mstar.spec.tasks.Text`."""
+
+    stream: str
+    data: Any
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What a message asks of a request in flight. *end*: the streams to close, all of them if ``True``."""
+
+    appends: tuple[Append, ...] = ()
+    end: bool | str = False
+    cancel: bool = False
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A new request, the client streams that it keeps open, and what is sent along at once."""
+
+    native: NativeRequest
+    live: tuple[str, ...]
+    follow: Follow
+
+
+def parse_message(text: str) -> dict[str, Any]:
+    """The JSON object in a text frame."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the message is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(message, dict):
+        raise RequestError("the message must be a JSON object", code="invalid_json")
+    if not isinstance(message.get("id", ""), str) or len(message.get("id", "")) > 256:
+        raise RequestError("'id' must be a string of at most 256 characters", param="id")
+    return message
+
+
+def parse_opening(message: Mapping[str, Any], options: ServerOptions) -> Opening:
+    _known(message, _OPENING)
+    body = {name: value for name, value in message.items() if name in GenerateBody.model_fields}
+    live = message.get("live", [])
+    if not (isinstance(live, list) and all(isinstance(name, str) for name in live)):
+        raise RequestError("'live' must be a list of stream names", param="live")
+    follow = parse_follow({name: message[name] for name in ("append", "end_input") if name in message})
+    return Opening(from_json(body, options), tuple(live), follow)
+
+
+def parse_follow(message: Mapping[str, Any]) -> Follow:
+    _known(message, _FOLLOW)
+    append, end, cancel = message.get("append", {}), message.get("end_input", False), message.get("cancel", False)
+    if not isinstance(append, dict):
+        raise RequestError("'append' must be an object: {stream: items}", param="append")
+    if not isinstance(end, bool | str):
+        raise RequestError("'end_input' must be true or a stream's name", param="end_input")
+    if not isinstance(cancel, bool):
+        raise RequestError("'cancel' must be true", param="cancel")
+    return Follow(tuple(_append(name, value) for name, value in append.items()), end, cancel)
+
+
+def _append(stream: str, value: Any) -> Append:
+    """A list of numbers (float32), a string of text, or ``{"data": base64 or list, "dtype", "shape"}``."""
+    param = f"append.{stream}"
+    if isinstance(value, str):
+        return Append(stream, Text(value))
+    if isinstance(value, list):
+        return Append(stream, array_from(value, np.dtype("float32"), None, param))
+    if not isinstance(value, dict) or "data" not in value:
+        message = f"{param!r} must be a list, a text, or {{'data': base64 or list, 'dtype': …, 'shape': […]}}"
+        raise RequestError(message, param=param)
+    _known(value, ("data", "dtype", "shape"), f"{param}.")
+    dtype, shape = value.get("dtype", "float32"), value.get("shape")
+    if dtype not in _DTYPES:
+        raise RequestError(f"'{param}.dtype': unknown{nearest(str(dtype), _DTYPES)}", param=f"{param}.dtype")
+    if shape is not None and not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)):
+        raise RequestError(f"'{param}.shape' must be a list of sizes", param=f"{param}.shape")
+    if not isinstance(value["data"], str | list):
+        raise RequestError(f"'{param}.data' must be base64 or a list", param=f"{param}.data")
+    return Append(stream, array_from(value["data"], np.dtype(dtype), None if shape is None else tuple(shape), param))
+
+
+def _known(message: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:
+    for name in message:
+        if name not in names:
+            raise RequestError(
+                f"unknown field {where + name!r}{nearest(name, names)}", param=where + name, code="unknown_parameter"
+            )

@@ -1,0 +1,1 @@
+"""OpenAI's routes: requests, answers and the way to a task."""

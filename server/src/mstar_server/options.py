@@ -1,0 +1,50 @@
+"""The server's settings: one frozen object, built once by the command line and passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["ServerOptions"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens and what it accepts. Every limit is answered with a 4xx that names it.
+
+    :param port: 0 takes any free port.
+    :param api_key: when set, every route but ``/health*`` wants ``Authorization: Bearer KEY``.
+    :param max_body_bytes: largest request body; more is answered 413.
+    :param max_messages: most messages of one chat.
+    :param max_text_chars: most characters of all texts of one request.
+    :param max_choices: largest ``n`` of a chat request.
+    :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
+    :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
+    :param max_pixels: largest image, width × height, judged from the file's header.
+    :param max_audio_s: longest audio file in seconds, judged from the file's header.
+    :param max_socket_message_bytes: largest message on ``/generate/ws``; more is answered with an error event. A
+        message four times as large closes the socket (1009).
+    :param max_socket_requests: requests in flight on one socket.
+    :param max_socket_appends: messages that may wait for one live request of a socket.
+    :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
+        held back for the first event: until then an error still has its proper status.
+    :param drain_s: after SIGTERM, how long running requests may go on.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    max_body_bytes: int = 64 * MIB
+    max_messages: int = 4096
+    max_text_chars: int = 4_000_000
+    max_choices: int = 128
+    max_files: int = 64
+    max_kwargs_bytes: int = MIB
+    max_pixels: int = 50_000_000
+    max_audio_s: float = 7200.0
+    max_socket_message_bytes: int = 16 * MIB
+    max_socket_requests: int = 256
+    max_socket_appends: int = 256
+    keepalive_s: float = 10.0
+    drain_s: float = 30.0

@@ -1,0 +1,81 @@
+"""What the server needs of a running model. :class:`mstar.runtime.service.Service` is the implementation.
+
+Stated here as protocols, so that the server can be built and tested against anything that behaves alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+from mstar.cluster.base import Phase
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Delta, Processor
+from mstar.spec.request import Usage
+from mstar.spec.tasks import Task
+
+__all__ = ["Answer", "Registry", "Service"]
+
+
+class Answer(Protocol):
+    """One running request: iterate it for its deltas.
+
+    The iterator raises :class:`~mstar.spec.errors.RequestError` when the request fails. ``usage`` and ``finish_reason``
+    are set once it has ended.
+    """
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def completion_tokens(self) -> int: ...
+
+    @property
+    def usage(self) -> Usage | None: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+
+    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+        """Send *part* (a task part, an array, or ``None``) on one of the request's live streams."""
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the request within one step. Does nothing once it has ended."""
+
+
+class Service(Protocol):
+    """One served model."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def processor(self) -> Processor: ...
+
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def limits(self) -> Mapping[str, Any]: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def drain(self, seconds: float) -> None: ...
+
+    async def status(self) -> Mapping[str, Any]: ...
+
+    async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer: ...
+
+
+class Registry(Protocol):
+    """Of the registry, only the hooks."""
+
+    @property
+    def hook(self) -> Any: ...

@@ -1,0 +1,116 @@
+"""``POST /generate``: the native route, as a form or as JSON; the answer whole or in JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mstar.spec.errors import RequestError
+from mstar.spec.processor import Delta, TextDelta
+from mstar.spec.tasks import GenerateTask
+from mstar_server.answers import Merged, begin, cancel, start, unless_gone
+from mstar_server.errors import as_request_error, error_object
+from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task
+from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
+from mstar_server.options import ServerOptions
+from mstar_server.protocols import Service
+from mstar_server.sse import EventStream, json_line
+from mstar_server.state import ServerState
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["native"])
+
+
+def _form_schema() -> dict[str, Any]:
+    schema = body_schema()
+    schema["properties"]["files"]["items"] = {"type": "string", "format": "binary"}
+    return schema
+
+
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {"schema": _form_schema()},
+            "application/json": {"schema": body_schema()},
+        },
+    }
+}
+
+
+@router.post("/generate", summary="Ask a model for anything it can make", openapi_extra=_BODY, response_model=None)
+async def generate(request: Request) -> Response:
+    state: ServerState = request.app.state.mstar
+    native = await _read(request, state.options)
+    service = state.ready(native.model, "generate")
+    if native.uploads:
+        task = await asyncio.to_thread(make_task, native, service.spec, state.options)
+    else:
+        task = make_task(native, service.spec, state.options)
+    request_id = f"gen-{uuid.uuid4().hex}"
+    if not native.streaming:
+        return await unless_gone(request, _whole(service, task, request_id))
+    merged = await unless_gone(request, begin(service, [task], request_id, state.options.keepalive_s))
+    return EventStream(_lines(merged, state.options.keepalive_s), "application/x-ndjson", merged.close)
+
+
+async def _read(request: Request, options: ServerOptions) -> NativeRequest:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        part_size = max(4 * options.max_text_chars, options.max_kwargs_bytes + 1)
+        # one file more than allowed may pass: the request itself names the limit
+        async with request.form(max_files=options.max_files + 1, max_fields=1000, max_part_size=part_size) as form:
+            return await from_form(form, options)
+    if media_type != "application/json":
+        message = f"send multipart/form-data or application/json, not {media_type or 'a body without Content-Type'!r}"
+        raise RequestError(message, code="unsupported_media_type", status=415)
+    try:
+        value = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    return await asyncio.to_thread(from_json, value, options)
+
+
+async def _whole(service: Service, task: GenerateTask, request_id: str) -> Response:
+    answers = await start(service, [task], request_id)
+    answer = answers[0]
+    try:
+        deltas: list[Delta] = [delta async for delta in answer]
+    finally:
+        cancel(answers)
+    if all(isinstance(delta, TextDelta) for delta in deltas):
+        body = whole_object(answer, deltas)
+    else:
+        body = await asyncio.to_thread(whole_object, answer, deltas)
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, None]:
+    counts: Counter[str] = Counter()
+    try:
+        while not merged.done:
+            pair = await merged.next_or_none(keepalive_s)
+            if pair is None:
+                yield json_line({"type": "keepalive"})
+                continue
+            delta = pair[1]
+            if delta is None:
+                yield json_line(done_object(merged.answers[0]))
+                continue
+            index = counts[delta.stream]
+            counts[delta.stream] += 1
+            if is_heavy(delta):
+                yield json_line(await asyncio.to_thread(delta_object, delta, index))
+            else:
+                yield json_line(delta_object(delta, index))
+    except Exception as error:  # the status line is out: the error becomes the last line
+        yield json_line({"type": "error", **error_object(as_request_error(error))})

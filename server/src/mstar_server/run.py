@@ -1,0 +1,164 @@
+"""From services to a listening server: start-up phases, signals, draining, stop.
+
+The port is open at once: while models load, ``/health/live`` answers 200, ``/health/ready`` 503 with the phase, and
+every request 503 with ``Retry-After``. At SIGTERM (or the first SIGINT) new requests get 503 while running ones go on
+for at most ``options.drain_s``; a second signal ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from mstar.spec.errors import SetupError
+from mstar_server.app import create_app
+from mstar_server.options import ServerOptions
+from mstar_server.protocols import Registry, Service
+from mstar_server.state import ServerState
+
+__all__ = ["bind", "serve", "serve_async"]
+
+log = logging.getLogger("mstar.server")
+
+FLUSH_S = 5
+"""How long connections may take to send out what was answered, once all requests have ended."""
+
+
+def serve(services: Mapping[str, Service], registry: Registry, options: ServerOptions | None = None) -> None:
+    """Serve until a signal. Starts and stops *services*. Raises :class:`SetupError` when the port or a model fails."""
+    options = options or ServerOptions()
+    listener = bind(options)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve_async(services, registry, options, listener))
+
+
+async def serve_async(
+    services: Mapping[str, Service], registry: Registry, options: ServerOptions, listener: socket.socket
+) -> None:
+    """:func:`serve` on a running loop and an open *listener*, which is closed at the end."""
+    app = create_app(services, registry, options)
+    server = _Server(_uvicorn_config(app, options))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    starting = asyncio.create_task(_start_all(services))
+    stopping = asyncio.create_task(server.stop_asked.wait())
+    try:
+        await asyncio.wait((serving, starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not serving.done():
+            starting.result()  # raises what kept a model from starting
+            host, port = listener.getsockname()[:2]
+            log.info("ready on http://%s:%d: %s", host, port, ", ".join(services))
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(app, services, server, options.drain_s)
+    finally:
+        starting.cancel()
+        stopping.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+        try:
+            await _stop_all(services)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The listening socket. Raises :class:`SetupError` when the address is taken or unknown."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise SetupError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+    return listener
+
+
+async def _start_all(services: Mapping[str, Service]) -> None:
+    """Start every model; the first that fails ends the start."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for service in services.values():
+                group.create_task(service.start())
+    except* SetupError as errors:
+        raise SetupError("\n".join(str(error) for error in _leaves(errors))) from None
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+async def _drain(app: FastAPI, services: Mapping[str, Service], server: _Server, seconds: float) -> None:
+    """Refuse what is new and wait for what runs: at most *seconds*, or until a second signal."""
+    state: ServerState = app.state.mstar
+    state.draining = True
+    draining = asyncio.gather(
+        *(service.drain(seconds) for service in services.values() if service.phase.name == "ready")
+    )
+    hurried = asyncio.create_task(server.hurry_asked.wait())
+    try:
+        await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            draining.result()
+    finally:
+        draining.cancel()
+        hurried.cancel()
+        await asyncio.gather(draining, hurried, return_exceptions=True)
+
+
+async def _stop_all(services: Mapping[str, Service]) -> None:
+    results = await asyncio.gather(*(service.stop() for service in services.values()), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but a signal asks us to drain while it still answers; its own shutdown comes after that."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self.stop_asked, self.hurry_asked = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # a signal handler runs between any two instructions: leave the events to the loop
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.hurry_asked if self.stop_asked.is_set() else self.stop_asked).set()
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not built for Windows
+        return None
+    return uvloop.Loop
+
+
+def _uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=4 * options.max_socket_message_bytes,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=FLUSH_S,
+    )

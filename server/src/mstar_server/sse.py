@@ -1,0 +1,46 @@
+"""Streams of bytes to a client: server-sent events and JSON lines, with an end for every way to end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+__all__ = ["DONE", "EventStream", "data_event", "json_line"]
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def data_event(value: Any) -> bytes:
+    """*value* as one server-sent event. JSON has no raw line breaks, so that one ``data:`` line is enough."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def json_line(value: Any) -> bytes:
+    return _encode(value) + b"\n"
+
+
+class EventStream(StreamingResponse):
+    """A streaming response that calls *on_close* however it ends: finished, failed, or left by the client.
+
+    A generator alone cannot promise that: one that was never started has no ``finally`` to run.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, on_close: Callable[[], None]):
+        # no-transform and X-Accel-Buffering: proxies must pass every event on at once
+        headers = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
+        super().__init__(chunks, 200, headers, media_type)
+        self._chunks, self._on_close = chunks, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._chunks):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()

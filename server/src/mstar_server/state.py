@@ -1,0 +1,97 @@
+"""What the routes share: the served models, the options, the adapters. Found at ``request.app.state.mstar``."""
+
+from __future__ import annotations
+
+import pkgutil
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar_server.options import ServerOptions
+from mstar_server.protocols import Registry, Service
+
+__all__ = ["ROUTES", "ServerState"]
+
+ROUTES: Mapping[str, str] = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "embedding": "/v1/embeddings",
+    "speech": "/v1/audio/speech",
+    "transcription": "/v1/audio/transcriptions",
+    "translation": "/v1/audio/translations",
+    "image": "/v1/images/generations",
+    "image_edit": "/v1/images/edits",
+    "video": "/v1/videos",
+    "realtime": "/v1/realtime",
+    "generate": "/generate",
+}
+"""Ability of a model → the route that it is reached by."""
+
+
+class ServerState:
+    """The running models by key, and everything else that a route may need.
+
+    :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
+    :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
+    :ivar mounted: paths of the routes that this server has.
+    """
+
+    def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
+        self.services, self.registry, self.options = dict(services), registry, options
+        self.draining = False
+        self.created = int(time.time())
+        self.mounted: frozenset[str] = frozenset()
+        self._adapters = {key: self._adapter_names(service) for key, service in self.services.items()}
+
+    def find(self, model: str | None) -> Service:
+        """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""
+        if model is None and len(self.services) == 1:
+            return next(iter(self.services.values()))
+        if model is None:
+            names = ", ".join(sorted(self.services))
+            raise RequestError(
+                f"'model' is required: this server has {names or 'no model'}",
+                param="model",
+                code="missing_required_parameter",
+            )
+        service = self.services.get(model)
+        if service is None:
+            message = f"the model {model!r} does not exist{nearest(model, self.services)}"
+            raise RequestError(message, param="model", code="model_not_found", status=404)
+        return service
+
+    def ready(self, model: str | None, ability: str) -> Service:
+        """The service called *model*, able to do *ability* now. Raises 404, 400 (wrong route) or 503 (not ready)."""
+        service = self.find(model)
+        spec = service.spec
+        if ability not in spec.abilities:
+            routes = [ROUTES[a] for a in spec.abilities if ROUTES[a] in self.mounted]
+            there = f"; use {' or '.join(routes)}" if routes else ""
+            message = f"the model {spec.key!r} cannot be used on {ROUTES[ability]}{there}"
+            raise RequestError(message, param="model", code="unsupported_route")
+        if self.draining:
+            raise NotReady("the server is shutting down")
+        phase = service.phase
+        if phase.name != "ready":
+            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}")
+        return service
+
+    def adapter(self, ability: str, service: Service) -> Any:
+        """The adapter from an OpenAI route to *service*'s task: the family's own, or the server's."""
+        name = self._adapters[service.spec.key][ability]
+        return pkgutil.resolve_name(name)(service.spec, self.options)
+
+    def _adapter_names(self, service: Service) -> dict[str, str]:
+        offers = [offer for offer in self.registry.hook.mstar_openai(spec=service.spec) if offer]
+        names: dict[str, str] = {}
+        # pluggy answers with the last registered plugin first: the first answer wins, and the server's own come last.
+        offers.sort(key=lambda offer: all(name.startswith("mstar_server.") for name in offer.values()))
+        for offer in offers:
+            for ability, name in offer.items():
+                names.setdefault(ability, name)
+        return names
+
+
+def _progress(share: float | None) -> str:
+    return "" if share is None else f" ({share:.0%})"
