@@ -166,8 +166,8 @@ class Registry:
         return found
 
     def attention_backends(self) -> dict[str, Any]:
-        """All attention backends that can be imported here, by name. One that cannot (its library is for another device,
-        or is not installed) is logged and left out."""
+        """All attention backends that can be imported here, by name. One that cannot (its library is for another
+        device, or is not installed) is logged and left out."""
         table, found = self._tables["mstar_attention_backends"], {}
         for name in table.offers:
             try:
