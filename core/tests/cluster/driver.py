@@ -34,7 +34,12 @@ class Driver:
         else:
             limits = {"restart_delay_s": 0.01, **limits}
             self.executor = ProcessesExecutor(
-                config, self._take, self._phase, worker_factory=FAKE, registry_factory="fake_worker:no_registry", **limits
+                config,
+                self._take,
+                self._phase,
+                worker_factory=FAKE,
+                registry_factory="fake_worker:no_registry",
+                **limits,
             )
 
     def _take(self, events: Sequence[Event]) -> None:

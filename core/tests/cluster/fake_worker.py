@@ -1,7 +1,7 @@
 """A scripted worker with the interface of ``mstar.worker.core.Worker``; importable by name in a child process.
 
-A request counts up to ``params["count"]`` on stream ``out``, one number a step and at most ``window`` numbers ahead of the
-client's acks. Its other behaviours are asked for by parameter and described where they are read.
+A request counts up to ``params["count"]`` on stream ``out``, one number a step and at most ``window`` numbers ahead of
+the client's acks. Its other behaviours are asked for by parameter and described where they are read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ class FakeWorker:
         self.log.append(f"submit {request.id}")
         if len(self.runs) >= self.limit:
             self._events.append(
-                Failed(id=request.id, message="full", code="queue_full", status=429, type="rate_limit_error", retry_after=3.0)
+                Failed(
+                    id=request.id,
+                    message="full",
+                    code="queue_full",
+                    status=429,
+                    type="rate_limit_error",
+                    retry_after=3.0,
+                )
             )
             return
         self.runs[request.id] = _Run(request)

@@ -110,7 +110,7 @@ async def test_a_request_after_the_stop_fails(how: str) -> None:
 @HOW
 async def test_a_setup_error_reaches_the_caller_word_for_word(how: str) -> None:
     driver = Driver(how, fake_config(setup_error="the pool of 12 pages cannot hold one request of 40"))
-    with pytest.raises(SetupError, match="^the pool of 12 pages cannot hold one request of 40$"):
+    with pytest.raises(SetupError, match=r"^the pool of 12 pages cannot hold one request of 40$"):
         await driver.executor.start()
     assert driver.executor.phase.name == "failed"
     assert "12 pages" in driver.executor.phase.detail

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from driver import Driver, fake_config
 
@@ -44,9 +43,17 @@ def pid(driver: Driver) -> int:
     return driver.executor.pid
 
 
+def lives(process: int) -> bool:
+    """Whether *process* runs. An orphan that nobody reaps, as in a container without init, does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 async def restarted(driver: Driver, old: int) -> None:
     await driver.until(lambda: driver.executor.phase.name == "ready" and pid(driver) != old)
-    driver.executor.submit(EngineRequest(id="again", params={"count": 2}))
+    driver.executor.submit(EngineRequest(id="again", params={"count": 1}))
     assert isinstance(await driver.end("again"), Done)
 
 
@@ -84,17 +91,16 @@ async def test_a_crash_fails_what_runs_and_the_worker_comes_back(arena_root: Pat
         old = pid(driver)
         driver.executor.submit(EngineRequest(id="a", params={"count": 1000}))
         await driver.until(lambda: driver.data("a"))
-        question = asyncio.ensure_future(driver.executor.status())
         driver.executor.submit(EngineRequest(id="b", inputs={"x": np.zeros(100_000)}, params={"exit": True}))
+        assert await driver.executor.status() == {}  # asked of the worker that is about to die
         for name in ("a", "b"):
             end = await driver.end(name)
             assert isinstance(end, Failed)
             assert (end.code, end.status) == ("worker_died", 503)
             assert "exit status 7" in end.message
         assert driver.executor.phase.name == "failed"
-        await asyncio.wait([question])
         await restarted(driver, old)
-        assert not psutil.pid_exists(old)
+        assert not lives(old)
         assert len(list(arena_root.iterdir())) == 1  # the dead worker's folder is gone
     assert list(arena_root.iterdir()) == []
 
@@ -120,7 +126,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
 
 
 async def test_a_stopped_worker_counts_as_dead() -> None:
-    async with Driver("processes", fake_config(), silence_limit_s=1.6) as driver:
+    async with Driver("processes", fake_config(), silence_limit_s=0.6) as driver:
         old = pid(driver)
         os.kill(old, signal.SIGSTOP)
         await driver.until(lambda: driver.executor.phase.name == "failed")
@@ -129,7 +135,7 @@ async def test_a_stopped_worker_counts_as_dead() -> None:
 
 
 async def test_a_step_that_hangs_counts_as_dead() -> None:
-    async with Driver("processes", fake_config(), step_limit_s=0.5) as driver:
+    async with Driver("processes", fake_config(), step_limit_s=0.3) as driver:
         old = pid(driver)
         driver.executor.submit(EngineRequest(id="a", params={"hang": 3600}))
         end = await driver.end("a")
@@ -154,7 +160,7 @@ async def test_a_cancelled_start_leaves_nothing(arena_root: Path) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not psutil.pid_exists(child)
+    assert not lives(child)
     assert list(arena_root.iterdir()) == []
     await driver.executor.stop()
 
@@ -165,7 +171,7 @@ async def test_stop_kills_a_worker_in_a_long_step_and_leaves_nothing(arena_root:
         driver.executor.submit(EngineRequest(id="a", inputs={"x": np.zeros(100_000)}, params={"hang": 3600}))
         driver.executor.submit(EngineRequest(id="b", inputs={"x": np.zeros(100_000)}))
         await asyncio.sleep(0)
-    assert not psutil.pid_exists(child)
+    assert not lives(child)
     assert list(arena_root.iterdir()) == []
     assert isinstance(await driver.end("a"), Failed)
 
@@ -206,10 +212,13 @@ def test_the_worker_ends_with_its_parent_and_clears_shared_memory(arena_root: Pa
     arguments: list[Any] = [sys.executable, "-c", textwrap.dedent(_PARENT), str(Path(__file__).parent), str(arena_root)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(json.loads(parent.stdout.readline()))
+        child = json.loads(parent.stdout.readline())
+        assert lives(child)
         parent.kill()
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE  # a container may have no init that reaps
+    deadline = time.monotonic() + 10
+    while lives(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not lives(child)
     assert list(arena_root.iterdir()) == []
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["build_registry", "main"]
 
-_BEAT_S = 1.0
 _GOODBYE_S = 5.0
 _log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ def main(line: bytes) -> NoReturn:
     )
     pulse = Pulse()
     threading.Thread(target=_watch_parent, args=(start.folder,), name="parent-watch", daemon=True).start()
-    threading.Thread(target=_beat, args=(start.beats, pulse), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_beat, args=(start.beats, start.beat_s, pulse), name="heartbeat", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _SocketChannel(context, start)
     status = _work(start, channel, pulse)
@@ -98,14 +97,14 @@ def _watch_parent(folder: str) -> None:
     os._exit(1)
 
 
-def _beat(fd: int, pulse: Pulse) -> None:
+def _beat(fd: int, every_s: float, pulse: Pulse) -> None:
     pause = threading.Event()
     while True:
         try:
             os.write(fd, BEAT.pack(pulse.age()))
         except BrokenPipeError:
             return  # the executor has died: the other thread sees to it
-        pause.wait(_BEAT_S)
+        pause.wait(every_s)
 
 
 class _SocketChannel:

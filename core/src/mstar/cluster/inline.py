@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class InlineExecutor(SingleWorkerExecutor):
     """Runs the worker in a thread. Arrays are passed by reference.
 
-    A worker that dies of an exception stays ``failed``: the state that it shared with this process cannot be trusted, so
-    nothing is restarted.
+    A worker that dies of an exception stays ``failed``: the state that it shared with this process cannot be trusted,
+    so nothing is restarted.
     """
 
     _thread: threading.Thread | None = None
@@ -44,7 +44,9 @@ class InlineExecutor(SingleWorkerExecutor):
     async def stop(self) -> None:
         if self._thread is not None:
             self._channel.commands.put([Stop()])
-            while self._thread.is_alive():  # a step that runs cannot be interrupted: wait for it without blocking the loop
+            while (
+                self._thread.is_alive()
+            ):  # a step that runs cannot be interrupted: wait for it without blocking the loop
                 await asyncio.sleep(0.002)
             self._channel.drain()
             self._thread = None
@@ -62,7 +64,9 @@ class InlineExecutor(SingleWorkerExecutor):
         channel, key = self._channel, self.config.key
         try:
             self._limit_threads()
-            worker: Steppable = pkgutil.resolve_name(self.worker_factory)(self.config, self.registry, channel.report_phase)
+            worker: Steppable = pkgutil.resolve_name(self.worker_factory)(
+                self.config, self.registry, channel.report_phase
+            )
         except SetupError as error:
             channel.send([WorkerFailed(message=str(error), setup=True)])
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -42,7 +41,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The line of JSON that a child reads first.
 
     :param path: import path. :param folder: the :class:`~mstar.cluster.shm.Arena`. :param beats: file descriptor of the
-        heartbeat pipe. :param log_level: of the parent's root logger.
+        heartbeat pipe. :param beat_s: seconds between heartbeats. :param log_level: of the parent's root logger.
     """
 
     path: list[str]
@@ -52,6 +51,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     folder: str
     beats: int
+    beat_s: float
     log_level: int
 
 
@@ -84,6 +84,7 @@ def launch(
     config: WorkerConfig,
     worker_factory: str,
     registry_factory: str,
+    beat_s: float,
     deliver: Callable[[Sequence[Report]], None],
 ) -> Child:
     """Start a worker process. *deliver* is called on the running event loop with what it reports."""
@@ -105,6 +106,7 @@ def launch(
             address=address,
             folder=str(arena.path),
             beats=writer,
+            beat_s=beat_s,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         process = subprocess.Popen(
@@ -197,12 +199,12 @@ class Child:
             self._loop.call_soon(self._read_reports)
 
     def _read_reports(self) -> None:
-        """Deliver what has come. The descriptor is edge-triggered: read until nothing is left, now or in the next turn."""
+        """Deliver what has come. The descriptor is edge-triggered: read until nothing is left, in this turn or the next."""
         for _ in range(_FRAMES_A_TURN):
             if not self._open:
                 return  # closed by what was just delivered
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame: bytes = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._deliver(self._codec.decode(frame))

@@ -29,6 +29,8 @@ from mstar.spec.request import Event
 
 __all__ = ["ProcessesExecutor"]
 
+_STABLE_S = 60.0  # a worker that ran for so long did not die of its start
+_LONGEST_DELAY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,8 @@ class ProcessesExecutor(SingleWorkerExecutor):
 
     :param registry_factory: ``"module:function"`` that builds the worker's registry from its
         :class:`~mstar.cluster.base.WorkerConfig`, in the child.
-    :param silence_limit_s: longest time without a heartbeat (a step that holds the interpreter's lock, a stopped process).
+    :param silence_limit_s: longest time without a heartbeat (a stopped process, a step that holds the interpreter's
+        lock).
     :param step_limit_s: longest time that one step may take.
     :param restart_delay_s: pause before the first restart; doubled with every failure in a row, up to 30 s.
     :param stop_grace_s: how long :meth:`stop` waits for the worker to end by itself.
@@ -61,6 +64,8 @@ class ProcessesExecutor(SingleWorkerExecutor):
         self.registry_factory = registry_factory
         self.silence_limit_s, self.step_limit_s = silence_limit_s, step_limit_s
         self.restart_delay_s, self.stop_grace_s = restart_delay_s, stop_grace_s
+        self._tick_s = min(1.0, silence_limit_s / 4, step_limit_s / 4)
+        self._failures = 0  # in a row
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._last_words = ""
@@ -106,7 +111,9 @@ class ProcessesExecutor(SingleWorkerExecutor):
         self._last_words = ""
         self._set_phase(Phase(name="starting"))
         ready = self._ready = self._event_loop.create_future()
-        child = self._child = launch(self.config, self.worker_factory, self.registry_factory, self._receive)
+        child = self._child = launch(
+            self.config, self.worker_factory, self.registry_factory, self._tick_s, self._receive
+        )
         exited = self._event_loop.create_task(child.exited.wait())
         try:
             await asyncio.wait([ready, exited], return_when=asyncio.FIRST_COMPLETED)
@@ -134,14 +141,12 @@ class ProcessesExecutor(SingleWorkerExecutor):
             self._child = None
             self._lose_worker(Phase(name="failed", detail=cause), cause, "worker_died")
             await child.stop(0.0)
-            await self._restart(self.restart_delay_s, ran_s=time.monotonic() - began)
+            self._failures = 1 if time.monotonic() - began > _STABLE_S else self._failures + 1
+            await self._restart()
 
-    _failures = 0
-
-    async def _restart(self, delay: float, ran_s: float) -> None:
-        self._failures = 0 if ran_s > 60.0 else self._failures + 1
+    async def _restart(self) -> None:
         while True:
-            await asyncio.sleep(min(delay * 2 ** max(self._failures - 1, 0), 30.0))
+            await asyncio.sleep(min(self.restart_delay_s * 2 ** min(self._failures - 1, 16), _LONGEST_DELAY_S))
             try:
                 return await self._launch()
             except SetupError as error:
@@ -151,10 +156,9 @@ class ProcessesExecutor(SingleWorkerExecutor):
 
     async def _wait_dead(self, child: Child) -> str:
         """Returns why *child* is dead, once it is. A child that hangs is killed."""
-        tick = min(1.0, self.silence_limit_s / 4)
         while True:
             try:
-                await asyncio.wait_for(child.exited.wait(), tick)
+                await asyncio.wait_for(child.exited.wait(), self._tick_s)
             except TimeoutError:
                 hang = self._hang(child)
                 if hang is None and child.process.poll() is None:
@@ -171,5 +175,3 @@ class ProcessesExecutor(SingleWorkerExecutor):
         if step_age > self.step_limit_s:
             return f"one step has been running for {step_age:.0f} s"
         return None
-
-

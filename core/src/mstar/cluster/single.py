@@ -10,7 +10,7 @@ from typing import Any
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.cluster.transport import Ack, AskStatus, Command, PhaseReport, Report, StatusReport, WorkerFailed
-from mstar.spec.errors import NotReady, SetupError
+from mstar.spec.errors import SetupError
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 
 __all__ = ["SingleWorkerExecutor"]
@@ -108,6 +108,8 @@ class SingleWorkerExecutor(Executor):
             if isinstance(report, PhaseReport | StatusReport | WorkerFailed):
                 self._take_control(report)
                 continue
+            if report.id not in self._running:
+                continue  # it has been failed here (see _end): its end has been told
             if isinstance(report, _ENDS):
                 self._running.discard(report.id)
             events.append(report)
@@ -144,7 +146,7 @@ class SingleWorkerExecutor(Executor):
         self._end(sorted(self._running), message, code)
         for answer in self._questions.values():
             if not answer.done():
-                answer.set_exception(NotReady(message))
+                answer.set_result({})
 
     def _end(self, ids: Sequence[str], message: str, code: str) -> None:
         gone = [i for i in ids if i in self._running]

@@ -131,7 +131,9 @@ class Codec(Generic[M]):
 
     def _encode_array(self, array: NDArray[Any]) -> msgpack.Ext:
         if array.dtype.kind not in _KINDS:
-            raise TypeError(f"an array of dtype {array.dtype} cannot be sent to another process: use numbers or booleans")
+            raise TypeError(
+                f"an array of dtype {array.dtype} cannot be sent to another process: use numbers or booleans"
+            )
         shape = array.shape
         array = np.ascontiguousarray(array)
         if array.nbytes >= SHARED_BYTES and self._arena is not None:
