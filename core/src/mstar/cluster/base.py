@@ -43,6 +43,8 @@ class Executor(abc.ABC):
 
     :param sink: called on the event loop that :meth:`start` ran on, with the events of one or more steps in order.
     :param on_phase: called on the same loop whenever the worker's phase changes.
+    :param registry: the API process's registry. An executor whose worker lives in this process hands it on; worker
+        processes build their own.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Executor(abc.ABC):
         config: WorkerConfig,
         sink: Callable[[Sequence[Event]], None],
         on_phase: Callable[[Phase], None] = lambda phase: None,
+        registry: Any = None,
     ):
-        self.config, self.sink, self.on_phase = config, sink, on_phase
+        self.config, self.sink, self.on_phase, self.registry = config, sink, on_phase, registry
         self.phase = Phase(name="starting")
 
     @abc.abstractmethod

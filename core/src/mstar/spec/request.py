@@ -1,7 +1,8 @@
 """What crosses the border between the API side and a worker: requests in, events out.
 
 All of it is plain data (msgspec structs); arrays travel as :class:`numpy.ndarray` inside the ``inputs`` and ``data``
-fields and are moved by the executor (by reference inline, through shared memory between processes).
+fields and are moved by the executor (by reference inline, through shared memory between processes). The structs that
+travel as messages are tagged, so that a frame may hold any mix of them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
 
 
-class EngineRequest(msgspec.Struct, kw_only=True):
+class EngineRequest(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """A prepared request: nothing in it needs a tokenizer, a file or the network any more.
 
     :param inputs: the graph's input values, as numpy arrays (or lists of them for ``list`` ports).
@@ -86,7 +87,7 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
 
 
-class Push(msgspec.Struct, kw_only=True):
+class Push(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """Items from the client for one of its streams. ``data`` is ``[n, *item shape]`` or ``None``; ``end`` closes it."""
 
     id: str
@@ -95,7 +96,7 @@ class Push(msgspec.Struct, kw_only=True):
     end: bool = False
 
 
-class Cancel(msgspec.Struct, kw_only=True):
+class Cancel(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """End the request within one step. ``reason`` becomes its finish reason (``stop`` for a stop string)."""
 
     id: str
@@ -120,7 +121,7 @@ class Usage(msgspec.Struct, kw_only=True):
     run_s: float = 0.0
 
 
-class Emit(msgspec.Struct, kw_only=True):
+class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """Items of one stream to the client. For streams of ``tokens`` modality *data* is a list of ints.
 
     :param seq: 0, 1, 2… within the stream.
@@ -133,7 +134,7 @@ class Emit(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] | None = None
 
 
-class Done(msgspec.Struct, kw_only=True):
+class Done(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """The request has ended well and holds nothing any more. *reasons*: finish reason per partition."""
 
     id: str
@@ -142,7 +143,7 @@ class Done(msgspec.Struct, kw_only=True):
     usage: Usage = msgspec.field(default_factory=Usage)
 
 
-class Failed(msgspec.Struct, kw_only=True):
+class Failed(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """The request has ended with an error and holds nothing any more."""
 
     id: str

@@ -1,0 +1,154 @@
+"""What runs in a worker process. Started by :func:`mstar.cluster.launch.launch`, never by hand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import select
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import zmq
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.cluster.launch import BEAT, Start, decode_start, open_socket
+from mstar.cluster.shm import Arena
+from mstar.cluster.transport import Codec, Command, PhaseReport, Report, WorkerFailed
+from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
+from mstar.spec.errors import SetupError
+from mstar.spec.request import Cancel, Emit, Failed
+
+if TYPE_CHECKING:
+    from mstar.registry import Registry
+
+__all__ = ["build_registry", "main"]
+
+_GOODBYE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+def build_registry(config: WorkerConfig) -> Registry:
+    """The registry of a worker process: its own settings (read here, at the process's edge) and plugins."""
+    from dataclasses import replace
+
+    from mstar.plugins import load_plugins
+    from mstar.registry import Registry
+    from mstar.settings import Settings
+
+    settings = Settings.from_env(os.environ)
+    return Registry(load_plugins(replace(settings, extra_plugins=config.extra_plugins)))
+
+
+def main(line: bytes) -> NoReturn:
+    """Run a worker as *line* (a :class:`~mstar.cluster.launch.Start` in JSON) says, then end the process."""
+    start = decode_start(line)
+    os.set_inheritable(start.beats, False)
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the executor decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        level=start.log_level, format=f"%(asctime)s %(levelname)s worker {start.config.key}: %(name)s: %(message)s"
+    )
+    pulse = Pulse()
+    threading.Thread(target=_watch_parent, args=(start.folder,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_beat, args=(start.beats, start.beat_s, pulse), name="heartbeat", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = _SocketChannel(context, start)
+    status = _work(start, channel, pulse)
+    context.destroy(linger=1000)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # no interpreter shutdown: libraries' exit handlers may take seconds, and nothing needs them
+
+
+def _work(start: Start, channel: _SocketChannel, pulse: Pulse) -> int:
+    """Build the worker and drive it until the end; returns the exit status."""
+    key = start.config.key
+    worker: Steppable | None = None
+    try:
+        registry: Any = pkgutil.resolve_name(start.registry_factory)(start.config)
+        worker = pkgutil.resolve_name(start.worker_factory)(start.config, registry, channel.report_phase)
+        channel.worker = worker
+        channel.report_phase(Phase(name="ready"))
+        run_worker(worker, channel, pulse)
+        worker.close()
+        return 0
+    except SetupError as error:
+        channel.say_goodbye(WorkerFailed(message=str(error), setup=True))
+    except Exception as error:
+        did = "died" if worker is not None else "could not be built"
+        _log.exception("the worker of %r %s", key, did)
+        channel.say_goodbye(WorkerFailed(message=f"the worker of {key!r} {did}: {type(error).__name__}: {error}"))
+    return 1
+
+
+def _watch_parent(folder: str) -> None:
+    """Standard input ends when the executor's process does, or when the executor has taken our goodbye: end too, and
+    leave nothing in shared memory."""
+    poller = select.poll()
+    poller.register(0, 0)  # hang-up is always reported
+    poller.poll()
+    Arena(Path(folder)).remove()
+    os._exit(1)
+
+
+def _beat(fd: int, every_s: float, pulse: Pulse) -> None:
+    pause = threading.Event()
+    while True:
+        try:
+            os.write(fd, BEAT.pack(pulse.age()))
+        except BrokenPipeError:
+            return  # the executor has died: the other thread sees to it
+        pause.wait(every_s)
+
+
+class _SocketChannel:
+    """The worker's end of the socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: Start):
+        self.worker: Steppable | None = None
+        self._codec: Codec[Command] = Codec(Command, Arena(Path(start.folder)))
+        self._socket = open_socket(context)
+        self._socket.connect(start.address)
+
+    def receive(self, timeout: float | None) -> Sequence[Command]:
+        if timeout != 0 and not self._socket.poll(None if timeout is None else int(timeout * 1000) + 1):
+            return ()
+        commands: list[Command] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return commands
+            commands.extend(self._codec.decode(frame))
+
+    def send(self, reports: list[Report]) -> None:
+        try:
+            self._socket.send(self._codec.encode(reports))
+        except TypeError:
+            for report in reports:
+                self._socket.send(self._encode_or_fail(report))
+
+    def _encode_or_fail(self, report: Report) -> bytes:
+        """One report as a frame of its own; an emission that cannot travel fails its request, and no other."""
+        try:
+            return self._codec.encode([report])
+        except TypeError as error:
+            if self.worker is None or not isinstance(report, Emit):
+                raise
+            _log.error("request %s: stream %r: %s", report.id, report.stream, error)
+            self.worker.cancel(Cancel(id=report.id))
+            return self._codec.encode([Failed(id=report.id, message=f"stream {report.stream!r}: {error}")])
+
+    def report_phase(self, phase: Phase) -> None:
+        self.send([PhaseReport(phase=phase)])
+
+    def say_goodbye(self, report: WorkerFailed) -> None:
+        """Send *report*, then wait to be dismissed: a process that ends at once may take its last message with it."""
+        self.send([report])
+        threading.Event().wait(_GOODBYE_S)  # the dismissal ends the process, in the other thread

@@ -1,0 +1,85 @@
+"""The loop that drives one worker, whatever carries its messages: commands in, one step, events out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mstar.cluster.transport import Ack, AskStatus, Command, Report, StatusReport, Stop
+from mstar.spec.request import Cancel, EngineRequest, Event, Push
+
+__all__ = ["Channel", "Pulse", "Steppable", "run_worker"]
+
+
+class Steppable(Protocol):
+    """What the loop needs of a worker (:class:`mstar.worker.core.Worker`); one thread calls it."""
+
+    def submit(self, request: EngineRequest) -> None: ...
+    def push(self, push: Push) -> None: ...
+    def cancel(self, cancel: Cancel) -> None: ...
+    def ack(self, request: str, stream: str, items: int) -> None: ...
+    def step(self) -> bool: ...
+    def next_deadline(self) -> float | None: ...
+    def events(self) -> list[Event]: ...
+    def status(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Channel(Protocol):
+    """The worker's end of a connection to its executor."""
+
+    def receive(self, timeout: float | None) -> Sequence[Command]:
+        """All commands that have come, in order. Waits up to *timeout* seconds (0: not at all; ``None``: for ever) for
+        the first."""
+
+    def send(self, reports: list[Report]) -> None:
+        """Send *reports* in order, as one message."""
+
+
+class Pulse:
+    """When the step that runs now began (monotonic seconds); ``None`` between steps. Read by other threads."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def age(self) -> float:
+        """Seconds that the current step has run, 0 when none does."""
+        since = self.since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+def run_worker(worker: Steppable, channel: Channel, pulse: Pulse) -> None:
+    """Drive *worker* until :class:`~mstar.cluster.transport.Stop` comes. Whatever a step raises ends the loop."""
+    busy = False
+    while True:
+        reports: list[Report] = []
+        for command in channel.receive(0.0 if busy else _sleep(worker.next_deadline())):
+            if type(command) is Stop:
+                return
+            _apply(worker, command, reports)
+        pulse.since = time.monotonic()
+        busy = worker.step()
+        pulse.since = None
+        reports.extend(worker.events())
+        if reports:
+            channel.send(reports)
+
+
+def _sleep(deadline: float | None) -> float | None:
+    """Seconds to wait for a command; at least a millisecond, so that a deadline just passed is not polled for."""
+    return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+
+
+def _apply(worker: Steppable, command: Command, reports: list[Report]) -> None:
+    match command:
+        case Ack():
+            worker.ack(command.request, command.stream, command.items)
+        case EngineRequest():
+            worker.submit(command)
+        case Cancel():
+            worker.cancel(command)
+        case Push():
+            worker.push(command)
+        case AskStatus():
+            reports.append(StatusReport(number=command.number, status=worker.status()))

@@ -1,0 +1,217 @@
+"""One running request as its client sees it: an asynchronous iterator of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from mstar.cluster.base import Executor
+from mstar.spec.errors import NotReady, RequestError, TooBusy
+from mstar.spec.processor import Delta, Prepared, Renderer
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
+
+__all__ = ["Acks", "Answer", "request_error"]
+
+_ACK_DELAY_S = 0.002
+"""How long acks are collected: less than a step takes, so that they cost one message a step, for all requests together."""
+
+
+def request_error(failed: Failed) -> RequestError:
+    """The exception that a ``Failed`` event stands for."""
+    error: RequestError
+    if failed.status == 429:
+        error = TooBusy(failed.message, retry_after=failed.retry_after or 1.0)
+    elif failed.status == 503:
+        error = NotReady(failed.message, retry_after=failed.retry_after or 5.0)
+    else:
+        error = RequestError(failed.message, param=failed.param, status=failed.status, type=failed.type)
+    error.code = failed.code
+    return error
+
+
+class Acks:
+    """Tells the worker what clients have taken, in batches (back-pressure)."""
+
+    def __init__(self, executor: Executor, loop: asyncio.AbstractEventLoop):
+        self._executor, self._loop = executor, loop
+        self._taken: dict[tuple[str, str], int] = {}
+
+    def add(self, request: str, stream: str) -> None:
+        """One more emission of *stream* has been taken."""
+        taken = self._taken
+        if not taken:
+            self._loop.call_later(_ACK_DELAY_S, self._flush)
+        key = (request, stream)
+        taken[key] = taken.get(key, 0) + 1
+
+    def _flush(self) -> None:
+        taken, self._taken = self._taken, {}
+        for (request, stream), items in taken.items():
+            self._executor.ack(request, stream, items)
+
+
+class Answer:
+    """Iterate it for the deltas of one request; made by :meth:`mstar.runtime.service.Service.generate`.
+
+    The iterator raises :class:`~mstar.spec.errors.RequestError` (:class:`TooBusy <mstar.spec.errors.TooBusy>`,
+    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails. A request whose answer nobody holds any more,
+    or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled (by a
+    timeout) loses nothing.
+
+    :ivar id: the request's id. :ivar prompt_tokens: tokens of the prompt.
+    :ivar completion_tokens: tokens generated so far, those held back for a stop string included.
+    :ivar finish_reason: why the answer ended; ``None`` while it runs and when it failed.
+    :ivar usage: what it cost, once it has ended well.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        renderer: Renderer,
+        executor: Executor,
+        acks: Acks,
+        prepare_push: Callable[[str, Any, str, bool], Awaitable[Push]],
+    ):
+        self.id = prepared.request.id
+        self.prompt_tokens = prepared.prompt_tokens
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+        self._renderer, self._executor, self._acks, self._prepare_push = renderer, executor, acks, prepare_push
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[Event] = deque()
+        self._deltas: deque[Delta] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._heard = False
+        self._ended = False
+        self._push_order = asyncio.Lock()
+
+    # --- from the engine -------------------------------------------------------------------------------------------
+
+    def deliver(self, event: Event) -> None:
+        """Take *event* from the executor; it is rendered when the client asks for it."""
+        self._inbox.append(event)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # --- to the client ---------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._ended:
+                raise StopAsyncIteration
+            await self._advance()
+        return self._deltas.popleft()
+
+    async def take(self) -> list[Delta]:
+        """All deltas that are there by now, after waiting for the first; an empty list at the end."""
+        while not self._deltas and not self._ended:
+            await self._advance()
+        while self._inbox and not self._ended and not isinstance(self._inbox[0], Failed):
+            self._process(self._inbox.popleft())
+        deltas = list(self._deltas)
+        self._deltas.clear()
+        return deltas
+
+    async def first(self) -> None:
+        """Wait until the engine has said anything about this request; no delta is lost.
+
+        Raises what the iterator would: an HTTP front end awaits this before it sends a status line.
+        """
+        while not self._heard:
+            await self._advance()
+
+    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+        """Send *part* (a task part, an array, or ``None``) on one of the request's client streams; *end* closes it.
+
+        Raises :class:`RequestError` when the processor refuses it or the request has ended.
+        """
+        async with self._push_order:
+            self._check_running()
+            push = await self._prepare_push(stream, part, self.id, end)
+            self._check_running()
+            self._executor.push(push)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the request within one step; the iterator then ends with that finish reason. Nothing, once it has ended."""
+        if not self._ended:
+            self._executor.cancel(Cancel(id=self.id, reason=reason))
+
+    async def aclose(self) -> None:
+        """Cancel the request and drop what it has not delivered."""
+        self._leave()
+        self._deltas.clear()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # The collector may run in any thread.
+        if not getattr(self, "_ended", True):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the worker with it
+                self._loop.call_soon_threadsafe(self._executor.cancel, Cancel(id=self.id))
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _advance(self) -> None:
+        """Process one event, waiting for it if need be."""
+        if not self._inbox:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._inbox:  # else: closed meanwhile
+            self._process(self._inbox.popleft())
+
+    def _process(self, event: Event) -> None:
+        self._heard = True
+        if isinstance(event, Failed):
+            self._ended = True
+            raise request_error(event)
+        try:
+            if isinstance(event, Done):
+                self._end(event, event.reason, event.usage)
+            else:
+                self._render(event)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _render(self, event: Emit) -> None:
+        self._acks.add(event.id, event.stream)
+        if type(event.data) is list:
+            self.completion_tokens += len(event.data)
+        renderer = self._renderer
+        self._deltas.extend(renderer.feed(event))
+        if renderer.finished is not None:
+            self._executor.cancel(Cancel(id=self.id, reason=renderer.finished))
+            # The engine's own count would depend on how many steps it ran before it heard of the end.
+            usage = Usage(input={"tokens": self.prompt_tokens}, output={"tokens": self.completion_tokens})
+            self._end(None, renderer.finished, usage)
+
+    def _end(self, done: Done | None, reason: str, usage: Usage) -> None:
+        self._deltas.extend(self._renderer.finish(done))
+        self.finish_reason, self.usage, self._ended = reason, usage, True
+
+    def _leave(self) -> None:
+        """Nobody will read on: cancel the request, unless it has ended."""
+        self.cancel()
+        self._heard = self._ended = True
+        self._inbox.clear()
+
+    def _check_running(self) -> None:
+        if self._ended:
+            raise RequestError(f"request {self.id!r} has ended", code="request_ended", status=409)

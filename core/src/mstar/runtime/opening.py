@@ -1,0 +1,102 @@
+"""From a model's key to what its worker needs: deployment merged, weights in a local folder."""
+
+from __future__ import annotations
+
+import importlib.resources
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from mstar.cluster.base import WorkerConfig
+from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.errors import SetupError
+from mstar.spec.model import ModelSpec
+from mstar.weights.progress import progress_bar
+from mstar.weights.sources import SourceContext, resolve_weights
+
+if TYPE_CHECKING:
+    from mstar.registry import Registry
+    from mstar.settings import Settings
+
+__all__ = ["Say", "prepare_config", "read_deployment"]
+
+Say = Callable[[str], None]
+"""Takes a sentence for the operator."""
+
+
+def prepare_config(
+    spec: ModelSpec,
+    settings: Settings,
+    overrides: Mapping[str, Any],
+    registry: Registry,
+    *,
+    config: str | Path | None = None,
+    say: Say | None = None,
+) -> WorkerConfig:
+    """Merge *spec*'s deployment (package defaults, then file *config*, then *overrides*) and resolve its weights.
+
+    A download or conversion shows its progress on standard error, where *say* writes too by default.
+
+    :raises SetupError: the file, a value or the weights are not as they must be.
+    """
+    deployment = merge_deployment(spec.key, _defaults(spec), _from_file(spec, config), dict(overrides))
+    with progress_bar() as progress:
+        context = SourceContext(
+            cache=settings.cache,
+            offline=settings.offline,
+            endpoint=settings.hub_endpoint,
+            token=settings.hub_token,
+            say=say or _say,
+            progress=progress,
+        )
+        weights = resolve_weights(spec, deployment.weights, registry.weight_source, context)
+    return WorkerConfig(
+        key=spec.key,
+        weights=None if weights is None else str(weights),
+        deployment=deployment,
+        extra_plugins=settings.extra_plugins,
+    )
+
+
+def read_deployment(text: str, where: str) -> dict[str, Any]:
+    """One layer of a deployment from YAML *text*. *where* names it in errors. Its keys are checked when it is merged."""
+    try:
+        layer = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SetupError(f"{where} is not valid YAML: {error}") from None
+    if layer is None:
+        return {}
+    if not isinstance(layer, dict):
+        raise SetupError(f"{where} must be a mapping (key: value), not a {type(layer).__name__}")
+    return layer
+
+
+def _defaults(spec: ModelSpec) -> dict[str, Any]:
+    if not isinstance(spec.deployment, str):
+        return dict(spec.deployment)
+    package, _, file = spec.deployment.partition(":")
+    try:
+        text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise SetupError(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
+    return read_deployment(text, spec.deployment)
+
+
+def _from_file(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"the deployment file {config} cannot be read: {error}") from None
+    layer = read_deployment(text, str(config))
+    if layer.get("model", spec.key) != spec.key:
+        raise SetupError(f"{config} is the deployment of {layer['model']!r}, not of {spec.key!r}")
+    return layer
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

@@ -1,0 +1,220 @@
+"""One served model: tasks in, answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pkgutil
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mstar.cluster.base import Executor, Phase, WorkerConfig
+from mstar.runtime.answer import Acks, Answer
+from mstar.runtime.opening import Say, prepare_config
+from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
+from mstar.spec.request import Done, Event, Failed, Push
+from mstar.spec.tasks import Task
+
+if TYPE_CHECKING:
+    from mstar.registry import Registry
+    from mstar.settings import Settings
+
+__all__ = ["Service", "open_service"]
+
+_ENDS = (Done, Failed)
+
+
+class Service:
+    """One model, its processor and its worker. All methods are called on one event loop.
+
+    :param config: for the worker. :param executor_name: an executor registered through ``mstar_executors``; default:
+        the deployment's.
+    :ivar limits: what the operator set, for listings.
+    """
+
+    def __init__(self, spec: ModelSpec, config: WorkerConfig, registry: Registry, executor_name: str | None = None):
+        deployment = config.deployment
+        self.spec, self.config = spec, config
+        self.limits: Mapping[str, Any] = {
+            "max_concurrent_requests": deployment.max_concurrent_requests,
+            "max_queue": deployment.scheduler.max_queue,
+            "max_sessions": deployment.max_sessions,
+            "request_timeout_s": deployment.request_timeout_s,
+        }
+        self._capacity = deployment.max_concurrent_requests + deployment.scheduler.max_queue
+        make_executor: Callable[..., Executor] = registry.executor(executor_name or deployment.executor)
+        self._executor = make_executor(config, self._sink, self._on_phase, registry)
+        self._phase = self._executor.phase
+        self._draining = False
+        self._processor: Processor | None = None
+        self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix=f"mstar-{spec.key}")
+        self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
+        self._open: set[str] = set()  # ids of requests that are being prepared or running
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Where the model stands; ``ready`` only when worker and processor both are."""
+        if self._phase.name != "ready":
+            return self._phase
+        if self._draining:
+            return Phase(name="draining", detail=f"{len(self._open)} request(s) still running")
+        if self._processor is None:
+            return Phase(name="starting", detail="loading the processor")
+        return self._phase
+
+    @property
+    def processor(self) -> Processor:
+        """The model's processor; raises :class:`NotReady` before it is loaded."""
+        if self._processor is None:
+            raise NotReady(f"the model {self.spec.key!r} is not ready: {self.phase.name}")
+        return self._processor
+
+    async def start(self) -> None:
+        """Load processor and worker side by side; returns when both are ready. Raises :class:`SetupError`."""
+        loop = asyncio.get_running_loop()
+        self._acks = Acks(self._executor, loop)
+        tasks = [
+            loop.create_task(self._executor.start()),
+            loop.create_task(self._in_thread(self._load_processor)),
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self.stop()
+            if isinstance(error, SetupError):
+                self._phase = Phase(name="failed", detail=str(error))
+            raise
+
+    async def stop(self) -> None:
+        """End at once. Answers that still run raise :class:`NotReady` with code ``shutting_down``."""
+        await self._executor.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no new requests and wait for the running ones, at most *seconds*. Returns whether all have ended."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def status(self) -> Mapping[str, Any]:
+        """The worker's pools, queue and steps, as plain data; empty while it does not run."""
+        return await self._executor.status()
+
+    def _load_processor(self) -> None:
+        config = self.config
+        weights = Path(config.weights) if config.weights is not None else None
+        context = ProcessorContext(self.spec, weights, config.deployment.model_kwargs)
+        try:
+            self._processor = pkgutil.resolve_name(self.spec.processor)(context)
+        except SetupError:
+            raise
+        except Exception as error:
+            message = f"the processor of {self.spec.key!r} could not be loaded: {type(error).__name__}: {error}"
+            raise SetupError(message) from error
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer:
+        """Prepare *task* and hand it to the worker.
+
+        :param request_id: must not be in use. Default: a random one.
+        :param sibling_of: id of a running request with the very same prompt, whose prompt state is shared.
+        :raises RequestError: the task is not valid (from the processor), or the id is in use.
+        :raises NotReady: the model is loading, draining, or has failed. :raises TooBusy: the queue is full.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        self._check_open(request_id)
+        self._open.add(request_id)
+        self._idle.clear()
+        try:
+            prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
+            self._check_ready()
+            answer = Answer(prepared, renderer, self._executor, self._acks, self._prepare_push)
+            self._answers[request_id] = answer
+            self._executor.submit(prepared.request)
+        except BaseException:
+            self._forget(request_id)
+            raise
+        return answer
+
+    def _check_open(self, request_id: str) -> None:
+        self._check_ready()
+        if request_id in self._open:
+            message = f"request id {request_id!r} is in use"
+            raise RequestError(message, param="id", code="duplicate_id", status=409)
+        if len(self._open) >= self._capacity:
+            raise TooBusy(f"{len(self._open)} requests are running or waiting, which is the limit; try again later")
+
+    def _check_ready(self) -> None:
+        phase = self.phase
+        if phase.name != "ready":
+            detail = f" ({phase.detail})" if phase.detail else ""
+            raise NotReady(f"the model {self.spec.key!r} is not ready: {phase.name}{detail}")
+
+    def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
+        """In a thread."""
+        prepared = self.processor.prepare(task, request_id)
+        prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
+        return prepared, self.processor.renderer(task, prepared)
+
+    async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
+        return await self._in_thread(self.processor.push, stream, part, request_id, end)
+
+    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    # --- from the executor -------------------------------------------------------------------------------------------
+
+    def _sink(self, events: Sequence[Event]) -> None:
+        answers = self._answers
+        for event in events:
+            answer = answers.get(event.id)
+            if answer is not None:
+                answer.deliver(event)
+            if isinstance(event, _ENDS):
+                self._forget(event.id)
+
+    def _forget(self, request_id: str) -> None:
+        self._open.discard(request_id)
+        if not self._open:
+            self._idle.set()
+
+    def _on_phase(self, phase: Phase) -> None:
+        self._phase = phase
+
+
+def open_service(
+    key: str,
+    settings: Settings,
+    overrides: Mapping[str, Any],
+    registry: Registry,
+    *,
+    config: str | Path | None = None,
+    say: Say | None = None,
+) -> Service:
+    """The service for model *key*, not yet started: its deployment merged, its weights fetched if need be.
+
+    :param overrides: deployment fields that win over the file's; ``None`` values do not count.
+    :param config: a deployment file (YAML), which wins over the family's defaults.
+    :param say: takes sentences for the operator; default: standard error.
+    :raises SetupError: the key, the file or the weights are not as they must be.
+    """
+    spec = registry.model(key)
+    worker = prepare_config(spec, settings, overrides, registry, config=config, say=say)
+    return Service(spec, worker, registry)
