@@ -1,0 +1,92 @@
+"""A real server on loopback, in a thread of the test process: sockets, uvicorn, services and workers are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from mstar.plugins import load_plugins
+from mstar.registry import Registry
+from mstar.runtime.service import open_service
+from mstar.settings import Settings
+from mstar_server.options import ServerOptions
+from mstar_server.run import bind, serve_async
+
+__all__ = ["Server", "serving"]
+
+
+class Server:
+    """Where it listens, and a plain HTTP client for it."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self.http = httpx.Client(base_url=url, timeout=60)
+
+    def pools(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Model → resource → usage, once every model is at rest."""
+        deadline = time.monotonic() + 30
+        while True:
+            models = self.http.get("/health").json()["models"]
+            if all(m["worker"]["running"] + m["worker"]["waiting"] == 0 for m in models.values()):
+                return {key: m["worker"]["resources"] for key, m in models.items()}
+            assert time.monotonic() < deadline, models
+            time.sleep(0.01)
+
+
+@contextmanager
+def serving(*keys: str, extra_plugins: tuple[str, ...] = (), **overrides: object) -> Iterator[Server]:
+    """Serve models *keys* until the block ends. *overrides*: deployment fields."""
+    settings = Settings(extra_plugins=extra_plugins)
+    registry = Registry(load_plugins(settings))
+    assert not registry.plugins.broken, registry.plugins.broken
+    options = ServerOptions(port=0, drain_s=5)
+    listener = bind(options)
+    port = listener.getsockname()[1]
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        async def main() -> None:
+            services = {key: open_service(key, settings, overrides, registry) for key in keys}
+            task = asyncio.create_task(serve_async(services, registry, options, listener))
+            stopped = asyncio.create_task(asyncio.to_thread(stop.wait))
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+            stop.set()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                failure.append(error)
+
+        asyncio.run(main())
+
+    stop = threading.Event()
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    server = Server(f"http://127.0.0.1:{port}")
+    try:
+        _wait_ready(server, failure)
+        yield server
+    finally:
+        server.http.close()
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    if failure:
+        raise failure[0]
+
+
+def _wait_ready(server: Server, failure: list[BaseException]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not failure:
+        try:
+            if server.http.get("/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"the server did not become ready: {failure}")
