@@ -130,7 +130,6 @@ class PagedKV(Resource):
         if sibling is not None and self.pool.shares(owner, sibling, ids):
             self.pool.fork(owner, sibling, len(ids))
         else:
-            # Another resource may have matched less: whole pages of what is left are taken over by the cache.
             self.pool.attach(owner, ids)
         self._mirror(owner, 0)
 
@@ -221,8 +220,8 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
             )
     if pages < context_pages:
         raise SetupError(
-            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {context_pages} pages of {size} tokens "
-            f"({context_pages * size * token_bytes / 2**20:.1f} MiB), but the pool holds {pages} pages within its "
+            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {context_pages} pages of "
+            f"{size} tokens ({context_pages * size * token_bytes / 2**20:.1f} MiB), but the pool holds {pages} pages within its "
             f"{'memory budget' + budget if spec.tokens is None else f'tokens={spec.tokens}'}; "
             "lower max_tokens or give it more"
         )

@@ -88,8 +88,8 @@ class WindowKV(Resource):
         lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
         if not frozen and (lengths > spec.max_step).any():
             raise MstarError(
-                f"a step of {int(lengths.max())} tokens is longer than max_step={spec.max_step} of resource {self.name!r}; "
-                "raise max_step in its declaration or under resources in the deployment file"
+                f"a step of {int(lengths.max())} tokens is longer than max_step={spec.max_step} of resource "
+                f"{self.name!r}; raise max_step in its declaration or under resources in the deployment file"
             )
         base = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows)) * self._slot_tokens
         row_of, positions = flat_positions(starts, lengths)

@@ -8,8 +8,8 @@ import sys
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 from hypothesis.stateful import Bundle as Owners
+from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.pages import PagePool
@@ -19,7 +19,7 @@ Content = dict[int, list[int]]
 
 
 class Books(RuleBasedStateMachine):
-    """Drives a pool as :class:`PagedKV` does, and keeps the contents of every page beside it: what an owner reads through
+    """Drives a pool as ``PagedKV`` does, and keeps the contents of every page beside it: what an owner reads through
     its table must always be exactly the ids that it committed."""
 
     owners = Owners("owners")

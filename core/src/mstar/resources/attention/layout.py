@@ -167,14 +167,24 @@ class _Builder:
         """Where the keys of *rows* are: lines of the memory's pairs, or the start of a single run."""
         if context == 0:
             return None, None
-        batch, size = self.batch, self.batch.page_size
-        lows, counts = self.lows[rows, None], self.counts[rows, None]
-        tokens = lows + np.minimum(np.arange(context), counts - 1)
-        places = batch.tables[rows[:, None], tokens // size].astype(np.int64) * size + tokens % size
+        places = self._first_places(rows, context)
         if len(rows) == 1 and places[0, -1] - places[0, 0] == context - 1 and (np.diff(places[0]) == 1).all():
             return None, int(places[0, 0])
-        flat = places.reshape(-1)
-        return torch.from_numpy(np.concatenate((flat, flat + self.memory_tokens))).to(self.device), None
+        pairs = np.empty((2, len(rows), context), np.int64)
+        np.copyto(pairs[0], places)
+        if (self.counts[rows] != context).any():
+            np.copyto(pairs[0], places[:, :1], where=np.arange(context) >= self.counts[rows, None])
+        np.add(pairs[0], self.memory_tokens, out=pairs[1])
+        return torch.from_numpy(pairs.reshape(-1)).to(self.device), None
+
+    def _first_places(self, rows: _Ints, context: int) -> npt.NDArray[np.integer]:
+        """Places of the *context* tokens from each row's low on; those past a row's count mean nothing."""
+        batch, size = self.batch, self.batch.page_size
+        if not self.lows[rows].any():  # whole pages from the first on: no division per token
+            pages = batch.tables[rows, : -(-context // size)]
+            return (pages[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(rows), -1)[:, :context]
+        tokens = self.lows[rows, None] + np.minimum(np.arange(context), self.counts[rows, None] - 1)
+        return batch.tables[rows[:, None], tokens // size] * size + tokens % size
 
     def _allowed(self, rows: _Ints, queries: int, context: int, beside: bool) -> npt.NDArray[np.bool_]:
         """Which key each query sees, ``[rows, queries, keys]`` or a shape that broadcasts to it."""
@@ -200,7 +210,10 @@ class _Builder:
         return np.asarray(valid & seen)
 
     def _mask(self, rows: _Ints, queries: int, context: int, beside: bool) -> Tensor | None:
-        allowed = self._allowed(rows, queries, context, beside)
+        if queries == 1 and self.batch.gaps is None and not beside:
+            allowed = (np.arange(context) < self.counts[rows, None])[:, None]  # only padding is hidden
+        else:
+            allowed = self._allowed(rows, queries, context, beside)
         if allowed.all():
             return None
         mask = np.where(allowed, np.float32(0), np.float32(-np.inf))[:, None]
