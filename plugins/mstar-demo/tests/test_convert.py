@@ -128,6 +128,12 @@ def test_faulty_files_are_refused(raw: Path, out: Path) -> None:
     tiny.write(file, tensors, architecture="gpt2")
     with pytest.raises(WeightsError, match="holds a 'gpt2' model"):
         smollm2(raw, out, quiet)
+    tiny.write(file, tensors, template=None)
+    with pytest.raises(WeightsError, match=r"lacks the fact 'tokenizer\.chat_template'"):
+        smollm2(raw, out, quiet)
+    tiny.write(file, tensors, pre="qwen2")
+    with pytest.raises(WeightsError, match="pre-tokenizer 'qwen2' cannot be converted"):
+        smollm2(raw, out, quiet)
     tiny.write(file, {**tensors, "rope_freqs.weight": tensors["model.norm.weight"]})
     with pytest.raises(WeightsError, match=r"unknown meaning, such as rope_freqs\.weight"):
         smollm2(raw, out, quiet)

@@ -86,6 +86,7 @@ def write(
     *,
     architecture: str = "llama",
     pre: str = "smollm",
+    template: str | None = TEMPLATE,
 ) -> dict[str, Array]:
     """Write *tensors* (published names), each quantised as *kind* says.
 
@@ -109,7 +110,8 @@ def write(
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    if template is not None:
+        writer.add_chat_template(template)
     raw = {}
     for name, values in tensors.items():
         stored = raw[name] = gguf.quantize(values, kind(name))
