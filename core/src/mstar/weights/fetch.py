@@ -62,10 +62,11 @@ def _run(command: Sequence[str], work: Path, report: Callable[[int], None], *, a
     temporary.mkdir()
     # The tool's own scratch files go to our work folder: the download's size can be watched there, nothing is left
     # behind in /tmp when the tool is killed, and a small /tmp does not matter.
+    # The working folder stays the user's: relative paths in pip's and npm's settings mean what they always mean.
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=work, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
         try:
             while not _ended(process):

@@ -89,7 +89,7 @@ class PackageSource(WeightSource):
 
     def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
         options = _options(ref)
-        target = context.cache / "package" / _entry_name(ref, options)
+        target = context.cache.absolute() / "package" / _entry_name(ref, options)
         return build_once(target, partial(_build, ref, options, context), context.say)
 
 
