@@ -60,7 +60,7 @@ def environment(requirements):
     stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements))
     if not os.path.exists(stamp):
         _install(python, ["--upgrade", "pip"], "pip")
-        _install(python, [TORCH], TORCH)
+        _install(python, [TORCH], TORCH + " (a large download, once)")
         editable = [word for package in PACKAGES for word in ("-e", os.path.join(ROOT, *package.split("/")))]
         _install(python, [TORCH] + editable + requirements, "M* and what it needs")
         with open(stamp, "w"):
