@@ -95,7 +95,7 @@ class ReadyItems(RuleBasedStateMachine):
             return
         held = {item for items in self.scheduler._items.values() for item in items}
         assert {i for i in held if not i.cancelled} == {i for i in self.ready if not i.cancelled}
-        assert sum(len(cut) for cut in self.scheduler._cut.values()) == len(self.cut)
+        assert {item for cut in self.scheduler._cut.values() for item in cut} <= set(self.cut)
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -118,7 +118,7 @@ TestReadyItems.settings = settings(
 SORTS = st.sampled_from(["decode", "chunk", "whole"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
@@ -147,8 +147,7 @@ def test_nothing_starves(rows, tokens, rivals, group, sort, size):
 
     chunk_steps = sum(n // tokens + 1 for n in [size, *sizes.values()])
     services = (len(rivals) + 1 + chunk_steps) * 8  # a cut call makes at least an eighth of a step's progress
-    turns = len(GROUPS) * (DefaultScheduler.URGENT_RUN + 1)
-    bound = services * (PATIENCE + 3) * turns
+    bound = services * (PATIENCE + 1)
     for n in range(bound):
         batch = s.next(float(n))
         for done, part in zip(batch.items, batch.tokens, strict=True):

@@ -206,6 +206,21 @@ def test_overload_of_deadlines_starves_nothing_in_the_same_group():
     assert served == ["c"] * PATIENCE + ["no deadline"]
 
 
+def test_urgent_calls_that_are_cut_again_and_again_do_not_pass_the_line():
+    s = scheduler(prefill("patient", 3), max_step_tokens=1)
+    for name in "ab":
+        s.ready(prefill(name, 3, deadline=0.0))
+    served = []
+    for n in range(3 * (PATIENCE + 1)):
+        batch = s.next(float(n + 1))
+        served.append(batch.items[0].request)
+        done = batch.tokens == [batch.items[0].tokens]
+        advance(s, batch)
+        if done and served[-1] != "patient":
+            s.ready(prefill(served[-1], 3, deadline=0.0))
+    assert served.count("patient") == 3
+
+
 # --- endings -----------------------------------------------------------------------------------------------------
 
 
