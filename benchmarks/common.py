@@ -86,9 +86,9 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _cell(value: Any, digits: int) -> str:
-    return (
-        f"{value:,.{digits}f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:,.{digits}f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _cpu() -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """What *command* prints, run in the checkout; ``""`` when it is not installed or fails: these facts are optional."""
+    """What *command* prints, run in the checkout; ``""`` when it is not installed or fails, for facts that may lack."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10, check=False)
     except FileNotFoundError:
