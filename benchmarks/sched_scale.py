@@ -2,7 +2,7 @@
 
 One cycle is what a worker asks of the scheduler around every step in steady decode: ``start`` (the head of the queue is
 refused, since the pools are full), ``next``, and ``ready`` for every row of the batch. A second workload has a deadline
-on every row, a third cuts a long prompt into chunks beside the decodes. No torch, no model: the figure is pure overhead.
+on every row, a third cuts a long prompt into chunks beside the decodes. No torch, no model: pure overhead.
 It is CPU time of the thread, so that other programs on the machine do not count.
 
     python benchmarks/sched_scale.py            # writes benchmarks/results/sched_scale.json
