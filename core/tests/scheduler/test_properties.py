@@ -1,5 +1,7 @@
 """Invariants under random use: nothing lost, nothing twice, budgets kept, nothing starved."""
 
+import dataclasses
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -41,6 +43,7 @@ class ReadyItems(RuleBasedStateMachine):
             decode=sort == "decode",
             deadline=None if due_in is None else self.now + due_in,
             priority=priority,
+            payload=object(),
         )
         self.scheduler.ready(item)
         self.ready[item] = None
@@ -48,7 +51,7 @@ class ReadyItems(RuleBasedStateMachine):
     @precondition(lambda self: self.cut)
     @rule()
     def hand_in_again(self):
-        item = self.cut.pop(0)
+        item = dataclasses.replace(self.cut.pop(0))  # a new item for the rest of the same call
         self.scheduler.ready(item)
         self.ready[item] = None
 
@@ -95,7 +98,8 @@ class ReadyItems(RuleBasedStateMachine):
             return
         held = {item for items in self.scheduler._items.values() for item in items}
         assert {i for i in held if not i.cancelled} == {i for i in self.ready if not i.cancelled}
-        assert {item for cut in self.scheduler._cut.values() for item in cut} <= set(self.cut)
+        cut = {item.payload for items in self.scheduler._cut.values() for item in items}
+        assert cut <= {item.payload for item in self.cut}
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

@@ -68,6 +68,17 @@ def test_a_lone_prefill_gets_the_whole_budget_and_a_cut_one_goes_on_first():
     assert shares == [[("long", 10)], [("long", 10)], [("long", 5), ("short", 3)]]
 
 
+def test_the_rest_of_a_call_may_come_as_a_new_item():
+    call, other = object(), object()
+    s = scheduler(prefill("a", 25, payload=call), prefill("b", 3), max_step_tokens=10)
+    assert step(s) == [("a", 10)]
+    s.ready(prefill("a", 7, payload=other))  # another call of the same request stands behind
+    s.ready(prefill("a", 15, payload=call))
+    assert step(s) == [("a", 10)]
+    s.ready(prefill("a", 5, payload=call))
+    assert step(s) == [("a", 5), ("b", 3), ("a", 2)]
+
+
 def test_only_one_prefill_is_cut():
     s = scheduler(prefill("a", 6), prefill("b", 6), prefill("c", 6), max_step_tokens=10)
     assert step(s) == [("a", 6), ("b", 4)]
