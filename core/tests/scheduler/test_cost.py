@@ -1,5 +1,6 @@
 """Cost grows with the batch, not with what waits (P9): bytecodes executed are counted, not time."""
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,11 +37,13 @@ def operations(work: Callable[[], object]) -> int:
         return trace
 
     before, Counted.comparisons = sys.gettrace(), 0
+    gc.disable()  # its callbacks and finalizers, of other tests' making, would be counted as well
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count + Counted.comparisons
 
 

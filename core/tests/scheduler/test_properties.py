@@ -1,5 +1,7 @@
 """Invariants under random use: nothing lost, nothing twice, budgets kept, nothing starved."""
 
+import dataclasses
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -41,6 +43,7 @@ class ReadyItems(RuleBasedStateMachine):
             decode=sort == "decode",
             deadline=None if due_in is None else self.now + due_in,
             priority=priority,
+            payload=object(),
         )
         self.scheduler.ready(item)
         self.ready[item] = None
@@ -48,7 +51,7 @@ class ReadyItems(RuleBasedStateMachine):
     @precondition(lambda self: self.cut)
     @rule()
     def hand_in_again(self):
-        item = self.cut.pop(0)
+        item = dataclasses.replace(self.cut.pop(0))  # a new item for the rest of the same call
         self.scheduler.ready(item)
         self.ready[item] = None
 
@@ -95,7 +98,8 @@ class ReadyItems(RuleBasedStateMachine):
             return
         held = {item for items in self.scheduler._items.values() for item in items}
         assert {i for i in held if not i.cancelled} == {i for i in self.ready if not i.cancelled}
-        assert sum(len(cut) for cut in self.scheduler._cut.values()) == len(self.cut)
+        cut = {item.payload for items in self.scheduler._cut.values() for item in items}
+        assert cut <= {item.payload for item in self.cut}
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -118,7 +122,7 @@ TestReadyItems.settings = settings(
 SORTS = st.sampled_from(["decode", "chunk", "whole"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     rows=st.integers(1, 4),
     tokens=st.integers(1, 16),
@@ -147,8 +151,7 @@ def test_nothing_starves(rows, tokens, rivals, group, sort, size):
 
     chunk_steps = sum(n // tokens + 1 for n in [size, *sizes.values()])
     services = (len(rivals) + 1 + chunk_steps) * 8  # a cut call makes at least an eighth of a step's progress
-    turns = len(GROUPS) * (DefaultScheduler.URGENT_RUN + 1)
-    bound = services * (PATIENCE + 3) * turns
+    bound = services * (PATIENCE + 1)
     for n in range(bound):
         batch = s.next(float(n))
         for done, part in zip(batch.items, batch.tokens, strict=True):

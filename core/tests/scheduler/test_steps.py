@@ -68,6 +68,17 @@ def test_a_lone_prefill_gets_the_whole_budget_and_a_cut_one_goes_on_first():
     assert shares == [[("long", 10)], [("long", 10)], [("long", 5), ("short", 3)]]
 
 
+def test_the_rest_of_a_call_may_come_as_a_new_item():
+    call, other = object(), object()
+    s = scheduler(prefill("a", 25, payload=call), prefill("b", 3), max_step_tokens=10)
+    assert step(s) == [("a", 10)]
+    s.ready(prefill("a", 7, payload=other))  # another call of the same request stands behind
+    s.ready(prefill("a", 15, payload=call))
+    assert step(s) == [("a", 10)]
+    s.ready(prefill("a", 5, payload=call))
+    assert step(s) == [("a", 5), ("b", 3), ("a", 2)]
+
+
 def test_only_one_prefill_is_cut():
     s = scheduler(prefill("a", 6), prefill("b", 6), prefill("c", 6), max_step_tokens=10)
     assert step(s) == [("a", 6), ("b", 4)]
@@ -204,6 +215,21 @@ def test_overload_of_deadlines_starves_nothing_in_the_same_group():
         if served[-1] == "c":
             s.ready(decode("c", deadline=0.0))
     assert served == ["c"] * PATIENCE + ["no deadline"]
+
+
+def test_urgent_calls_that_are_cut_again_and_again_do_not_pass_the_line():
+    s = scheduler(prefill("patient", 3), max_step_tokens=1)
+    for name in "ab":
+        s.ready(prefill(name, 3, deadline=0.0))
+    served = []
+    for n in range(3 * (PATIENCE + 1)):
+        batch = s.next(float(n + 1))
+        served.append(batch.items[0].request)
+        done = batch.tokens == [batch.items[0].tokens]
+        advance(s, batch)
+        if done and served[-1] != "patient":
+            s.ready(prefill(served[-1], 3, deadline=0.0))
+    assert served.count("patient") == 3
 
 
 # --- endings -----------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ class Scheduler(abc.ABC):
 
     @abc.abstractmethod
     def ready(self, item: Item) -> None:
-        """*item* may run. After a step that leaves part of a call undone, the worker hands the same item in again, its
-        *tokens* reduced; it keeps its place."""
+        """*item* may run. After a step that leaves part of a call undone, the worker hands the rest in again, with the
+        same group and payload; it keeps its place."""
 
     @abc.abstractmethod
     def forget(self, request: str) -> Ticket | None:

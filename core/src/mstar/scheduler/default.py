@@ -86,8 +86,7 @@ class DefaultScheduler(Scheduler):
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def ready(self, item: Item) -> None:
-        """*item* may run; until it is returned, only its ``cancelled`` may change. A call that was cut keeps its place
-        when it is handed in again as the same object."""
+        """*item* may run; until it is returned, only its ``cancelled`` may change."""
         if item.cancelled:
             return
         held = self._items.get(item.request)
@@ -168,10 +167,12 @@ class DefaultScheduler(Scheduler):
             self._deadlines.discard(item)
 
     def _was_cut(self, item: Item) -> bool:
-        cut = self._cut.get(item.request)
-        if cut is None or item not in cut:
-            return False
-        cut.remove(item)
-        if not cut:
-            del self._cut[item.request]
-        return True
+        """Whether *item* is the rest of a call that a step cut; told by the payload, which stands for the call."""
+        cut = self._cut.get(item.request, ())
+        for n, other in enumerate(cut):
+            if other.payload is item.payload and other.group == item.group:
+                del self._cut[item.request][n]
+                if not self._cut[item.request]:
+                    del self._cut[item.request]
+                return True
+        return False

@@ -115,8 +115,6 @@ class _Step:
         else:
             self.others.append(item)
             self.other_tokens.append(tokens)
-        if tokens < item.tokens:
-            self.cut.append(item)
 
     def batch(self, group: tuple[Any, ...]) -> Batch:
         return Batch(group, self.decodes + self.others, self.decode_tokens + self.other_tokens)
@@ -157,7 +155,8 @@ class Group:
         Lines that have lost patience go first, then items due by *urgent* (monotonic seconds) by deadline, then the
         lines in their order. The batch is empty only when the group has become empty.
 
-        :returns: the batch, and those of its items that were cut.
+        :returns: the batch, and those of its items that were cut and should go on before their equals. Not among them
+            are items that jumped the line because of their deadline: put before the others, they would starve them.
         """
         step = _Step(rows if self.limit is None else min(rows, self.limit), tokens)
         worthwhile = max(1, tokens // WORTHWHILE)
@@ -183,6 +182,8 @@ class Group:
                 break
             self._take_out(item)
             step.take(item, tokens)
+            if tokens < item.tokens:
+                step.cut.append(item)
             served = served or tokens == item.tokens or tokens >= worthwhile
         line.passed = 0 if served else line.passed + 1
 
