@@ -25,15 +25,19 @@ _WINDOW = 64
 class Detokenizer:
     """Decodes token by token so that the joined pieces equal the decoded whole.
 
-    A tokenizer's text for a token depends on its neighbours: bytes of one character are spread over tokens, SentencePiece
-    drops the space that begins a text. So a window of tokens is decoded, with the last piece as left context, and what is
-    new in it is passed on, except for a tail that may be half a character. (The idea is that of Hugging Face's
-    text-generation-inference.)
+    A tokenizer's text for a token depends on its neighbours: bytes of one character are spread over tokens,
+    SentencePiece drops the space that begins a text. So a window of tokens is decoded, with the last piece as left
+    context, and what is new in it is passed on, except for a tail that may be half a character. (The idea is that of
+    Hugging Face's text-generation-inference.)
+
+    One kind of text cannot be decoded so: where byte-fallback tokens spell broken UTF-8 after a whole character, the
+    whole run turns into replacement characters, and the character has been passed on already.
     """
 
     def __init__(self, decode: Decode):
         self._decode = decode
         self._window: list[int] = []
+        self._context = 0  # tokens of the window that are only left context
         self._shown = ""  # the part of the window's text that has been passed on
         self._pending = False
 
@@ -55,22 +59,24 @@ class Detokenizer:
         piece = stable[len(self._shown) :]
         self._shown = stable
         if not self._pending and piece:
-            self._restart_window([token])
+            self._restart_window(self._window[self._context :], clean=True)
         elif len(self._window) > _WINDOW:
-            self._restart_window(self._window[-8:])
+            self._restart_window(self._window[-8:], clean=False)
         return piece
 
-    def _restart_window(self, tokens: list[int]) -> None:
+    def _restart_window(self, tokens: list[int], clean: bool) -> None:
+        """Keep only *tokens*. *clean*: their text ends with a whole character, so that they can be left context."""
         text = self._decode(tokens)
         # Tokens without text of their own (special ones, a dropped space) are no left context: keep what is there.
         if text:
             self._window, self._shown = tokens, _without_unfinished(text)
+            self._context = len(tokens) if clean else 0
 
     def finish(self) -> str:
         """What was held back: the replacement characters of a character that never came to its end."""
         text = self._decode(self._window)
         piece = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        self._window, self._shown, self._pending = [], "", False
+        self._window, self._context, self._shown, self._pending = [], 0, "", False
         return piece
 
 
