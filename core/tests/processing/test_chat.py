@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import EOS, TEMPLATE, byte_level, sentencepiece, write_folder
+from tiny_tokenizers import EOS, TEMPLATE, byte_level, id_of, sentencepiece, write_folder
 from transformers import PreTrainedTokenizerFast
 
 from mstar.processing.chat import TextProcessor
@@ -35,6 +35,10 @@ SPEC = ModelSpec(
 )
 
 
+def sampling(**values: Any) -> SamplingKnobs:
+    return SamplingKnobs.model_validate(values)
+
+
 def processor(folder: Path, **model_kwargs: Any) -> TextProcessor:
     return TextProcessor(ProcessorContext(SPEC, folder, model_kwargs))
 
@@ -46,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def chat(*contents: Any, knobs: dict[str, Any] | None = None, **task: Any) -> ChatTask:
     messages = tuple(Message("user", c if isinstance(c, tuple) else (Text(c),)) for c in contents)
-    return ChatTask(knobs=SamplingKnobs(**(knobs or {})), messages=messages, **task)
+    return ChatTask(knobs=sampling(**(knobs or {})), messages=messages, **task)
 
 
 def test_nothing_here_imports_torch() -> None:
@@ -56,9 +60,9 @@ def test_nothing_here_imports_torch() -> None:
 
 def test_rendering_equals_transformers(folder: Path) -> None:
     ours = TextTokenizer(folder)
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)
+    theirs: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=TEMPLATE)  # type: ignore[no-untyped-call]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é<"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be <brief> 😀"},
         {"role": "user", "content": "你好"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -105,7 +109,7 @@ def test_template_sources(tmp_path: Path) -> None:
 
 def test_stop_ids_in_order_of_authority(tmp_path: Path) -> None:
     write_folder(tmp_path)
-    eos = byte_level().token_to_id(EOS)
+    eos = id_of(byte_level(), EOS)
     assert TextTokenizer(tmp_path).stop_ids == (eos,)
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 7}}')
     assert TextTokenizer(tmp_path).stop_ids == (7,)
@@ -147,7 +151,7 @@ def test_a_chat_becomes_a_request(folder: Path) -> None:
     )
     assert (params.temperature, params.top_p, params.seed, params.max_tokens, params.min_tokens) == (0.5, 0.9, 4, 9, 2)
     assert (params.logprobs, params.logit_bias, params.repetition_penalty) == (3, {5: -100}, 1.1)
-    assert params.stop_token_ids == (byte_level().token_to_id(EOS),)
+    assert params.stop_token_ids == (id_of(byte_level(), EOS),)
     assert params.grammar is None
 
 
@@ -159,16 +163,16 @@ def test_parts_developer_and_tool_calls(folder: Path) -> None:
         Message("assistant", (), tool_calls=[call]),
         Message("tool", (Text("42"),), tool_call_id="1"),
     )
-    task = ChatTask(knobs=SamplingKnobs(), messages=messages, tools=TOOLS)
+    task = ChatTask(knobs=sampling(), messages=messages, tools=TOOLS)
     text = subject.tokenizer.decode(subject.prompt_ids(task)[0], skip_special=False)
     assert text.startswith('<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>assistant\n<|im_end|>\nf({"a": 1})')
     assert 'TOOLS [{"type"' in text
-    silent = ChatTask(knobs=SamplingKnobs(), messages=messages, tools=TOOLS, tool_choice="none")
+    silent = ChatTask(knobs=sampling(), messages=messages, tools=TOOLS, tool_choice="none")
     assert "TOOLS" not in subject.tokenizer.decode(subject.prompt_ids(silent)[0])
 
 
 def test_completions_and_plain_texts(folder: Path, tmp_path: Path) -> None:
-    subject, knobs = processor(folder), SamplingKnobs()
+    subject, knobs = processor(folder), sampling()
     assert subject.prompt_ids(CompletionTask(knobs=knobs, prompt=[5, 6]))[0] == [5, 6]
     assert subject.prompt_ids(CompletionTask(knobs=knobs, prompt="Hi"))[0] == byte_level().encode("Hi").ids
     turn = subject.prompt_ids(GenerateTask(knobs=knobs, text="Hi", parts=(Text("!"),)))[0]
@@ -176,14 +180,14 @@ def test_completions_and_plain_texts(folder: Path, tmp_path: Path) -> None:
     raw = processor(write_folder(tmp_path, sentencepiece(), template=None))
     ids = raw.prompt_ids(GenerateTask(knobs=knobs, text="the"))[0]
     assert ids == sentencepiece().encode("the").ids
-    assert ids[0] == sentencepiece().token_to_id("<s>")
+    assert ids[0] == id_of(sentencepiece(), "<s>")
     with pytest.raises(RequestError, match="no chat template"):
         raw.prepare(chat("Hi"), "r")
 
 
 def test_answers_are_bounded_by_the_context(folder: Path) -> None:
     def answer(length: int, max_tokens: int | None = None, **model_kwargs: Any) -> int:
-        task = CompletionTask(knobs=SamplingKnobs(max_tokens=max_tokens), prompt=[5] * length)
+        task = CompletionTask(knobs=sampling(max_tokens=max_tokens), prompt=[5] * length)
         return processor(folder, **model_kwargs).prepare(task, "r").request.sampling["sampler"].max_tokens
 
     assert answer(50) == 150
@@ -209,13 +213,13 @@ BAD: list[tuple[Any, str]] = [
     (chat("a", stop=("x", "")), "stop[1]"),
     (chat("a", tool_choice="required"), "tool_choice"),
     (chat("a", knobs={"max_tokens": 3, "min_tokens": 4}), "min_tokens"),
-    (CompletionTask(knobs=SamplingKnobs(), prompt=""), "prompt"),
-    (CompletionTask(knobs=SamplingKnobs(), prompt=[]), "prompt"),
-    (CompletionTask(knobs=SamplingKnobs(), prompt=[1, 100_000]), "prompt[1]"),
-    (CompletionTask(knobs=SamplingKnobs(), prompt=[True]), "prompt[0]"),
-    (GenerateTask(knobs=SamplingKnobs()), "text"),
-    (GenerateTask(knobs=SamplingKnobs(), text="a", live=("audio",)), "live"),
-    (GenerateTask(knobs=SamplingKnobs(), parts=(Image(np.zeros((1, 1, 3), np.uint8)),)), "parts[0]"),
+    (CompletionTask(knobs=sampling(), prompt=""), "prompt"),
+    (CompletionTask(knobs=sampling(), prompt=[]), "prompt"),
+    (CompletionTask(knobs=sampling(), prompt=[1, 100_000]), "prompt[1]"),
+    (CompletionTask(knobs=sampling(), prompt=[True]), "prompt[0]"),
+    (GenerateTask(knobs=sampling()), "text"),
+    (GenerateTask(knobs=sampling(), text="a", live=("audio",)), "live"),
+    (GenerateTask(knobs=sampling(), parts=(Image(np.zeros((1, 1, 3), np.uint8)),)), "parts[0]"),
 ]
 
 
@@ -229,7 +233,7 @@ def test_bad_requests_name_the_field(folder: Path, task: Any, param: str) -> Non
 
 def test_broken_tool_arguments_name_the_call(folder: Path) -> None:
     call = {"function": {"name": "f", "arguments": "{"}}
-    task = ChatTask(knobs=SamplingKnobs(), messages=(Message("assistant", (), tool_calls=[call]),))
+    task = ChatTask(knobs=sampling(), messages=(Message("assistant", (), tool_calls=[call]),))
     with pytest.raises(RequestError) as caught:
         processor(folder).prepare(task, "r")
     assert caught.value.param == "messages[0].tool_calls[0].function.arguments"

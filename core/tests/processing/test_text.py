@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import EOS, byte_level, sentencepiece
+from tiny_tokenizers import EOS, byte_level, id_of, sentencepiece
 from tokenizers import Tokenizer
 
 from mstar.processing.text import Decode, Detokenizer, StopStrings, TextRenderer
@@ -70,7 +70,7 @@ def test_any_text_with_byte_fallback(text: str) -> None:
 
 
 def test_special_tokens_in_the_middle_do_not_eat_spaces() -> None:
-    ids = [*PIECES.encode("Hello").ids, PIECES.token_to_id("</s>"), *PIECES.encode("the", add_special_tokens=False).ids]
+    ids = [*PIECES.encode("Hello").ids, id_of(PIECES, "</s>"), *PIECES.encode("the", add_special_tokens=False).ids]
     assert "".join(pieces(PIECES, ids)) == PIECES.decode(ids) == "Hello the"
 
 
@@ -81,7 +81,7 @@ def test_endless_broken_bytes_are_decoded_in_bounded_windows() -> None:
         sizes.append(len(ids))
         return str(BYTES.decode(ids))
 
-    broken = BYTES.token_to_id("Ģ")  # byte 0x80, which begins no character
+    broken = id_of(BYTES, "Ģ")  # byte 0x80, which begins no character
     detokenizer = Detokenizer(counting)
     text = "".join([*(detokenizer.push(broken) for _ in range(1000)), detokenizer.finish()])
     assert text == BYTES.decode([broken] * 1000)
@@ -180,7 +180,7 @@ def test_tokens_are_held_with_their_text() -> None:
 
 
 def test_stop_tokens_and_other_streams_are_not_shown() -> None:
-    eos, a = BYTES.token_to_id(EOS), BYTES.encode("a").ids[0]
+    eos, a = id_of(BYTES, EOS), BYTES.encode("a").ids[0]
     renderer = TextRenderer(decode(BYTES), hidden=[eos, a])
     assert list(renderer.feed(emit([a], stream="audio"))) == []
     assert list(renderer.feed(emit([a, eos], True))) == []

@@ -63,8 +63,9 @@ class SamplerResource(SlotResource):
     Opening an owner that is open already (a session's next request) reads the new request's parameters and restarts the
     random stream; what the session generated before counts as prompt, if a penalty kept track of it.
 
-    The random numbers of a step come from :func:`mstar.nn.sampling.uniforms` on the host: one float64 a row. A captured
-    graph reads them from a static tensor that ``plan`` fills.
+    The random numbers of a step come from :func:`mstar.nn.sampling.uniforms` on the host: one float64 a row, copied to
+    the device. They are known when a step is planned, so a captured graph can read them from a static tensor that is
+    filled then.
 
     :param constraints: makes the constraint of a request with a grammar; ``None``: such requests are refused.
     """

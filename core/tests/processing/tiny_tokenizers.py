@@ -57,6 +57,13 @@ def sentencepiece() -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must exist."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return int(found)
+
+
 def write_folder(
     folder: Path, tokenizer: Tokenizer | None = None, template: str | None = TEMPLATE, **config: Any
 ) -> Path:
