@@ -1,19 +1,19 @@
 """The maths of sampling: batched functions on logits ``[rows, vocab]``, one row a request.
 
-Order (see :class:`mstar.spec.request.SamplingParams`): logit bias, forbidden and allowed ids → penalties → temperature →
-top-k → top-p → min-p → draw. The semantics are those of transformers' logits processors and of vLLM's sampler.
+Order (see :class:`mstar.spec.request.SamplingParams`): logit bias, forbidden and allowed ids → penalties → temperature
+→ top-k → top-p → min-p → draw. The semantics are those of transformers' logits processors and of vLLM's sampler.
 
 Three choices make it fast and exact:
 
-* Top-k, top-p and min-p each come down to *one threshold per row*: tokens whose logit is below it are dropped, tokens that
-  tie with the last one kept are kept. So nothing depends on how a sort orders equal logits, and a row is filtered alike
-  alone and among others.
-* A token is drawn by inverting the cumulative distribution in the vocabulary's order, with one uniform number a row: block
-  sums find the block, a running sum finds the token in it. No sort, no noise per entry of the vocabulary.
+* Top-k, top-p and min-p each come down to *one threshold per row*: tokens whose logit is below it are dropped, tokens
+  that tie with the last one kept are kept. So nothing depends on how a sort orders equal logits, and a row is filtered
+  alike alone and among others.
+* A token is drawn by inverting the cumulative distribution in the vocabulary's order, with one uniform number a row:
+  block sums find the block, a running sum finds the token in it. No sort, no noise per entry of the vocabulary.
 * Every parameter is a tensor with one entry a row, so that the same calls can be captured in a CUDA graph.
 
-Random numbers are counter-based: a pure function of (stream key, number of draws so far) computed on the host in integers,
-hence the same on every device and in every batch.
+Random numbers are counter-based: a pure function of (stream key, number of draws so far) computed on the host in
+integers, hence the same on every device and in every batch.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _HEAD = 256
 
 
 def stream_key(seed: int, *names: str) -> int:
-    """The key of a random stream, in 0…2**64-1: a hash of *seed* (any 64-bit integer) and of what draws from it, so that
-    two samplers of one request do not draw the same numbers."""
+    """The key of a random stream, in 0…2**64-1: a hash of *seed* (any 64-bit integer) and of what draws from it, so
+    that two samplers of one request do not draw the same numbers."""
     text = "\0".join((str(seed), *names)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -78,7 +78,7 @@ def uniforms(keys: np.ndarray, draws: np.ndarray) -> np.ndarray:
     return np.asarray((z >> np.uint64(11)) * 2.0**-53)
 
 
-# --- edits: bias, masks, penalties. All of them change *scores* (float32 [rows, vocab]) in place --------------------
+# --- edits: bias and masks change *scores* (float32 [rows, vocab]) in place, penalties return new ones ---------------
 
 
 def add_bias(scores: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
@@ -103,7 +103,9 @@ def unpack_bitmask(words: Tensor, vocab: int) -> Tensor:
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Divide positive and multiply negative scores of *seen* tokens (bool ``[n, vocab]``) by *penalty* (``[n]``).
+    """Divide positive and multiply negative scores of *seen* tokens by *penalty* (``[n]``).
+
+    *scores* ``[n, m]`` may be all of the vocabulary or some tokens of it; *seen* is bool ``[n, m]``.
 
     From CTRL (Keskar et al., 2019), as in transformers' ``RepetitionPenaltyLogitsProcessor``. Returns new scores.
     """
@@ -112,7 +114,7 @@ def penalize_repetition(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor
 
 
 def penalize_counts(scores: Tensor, counts: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Subtract *frequency* × count and *presence* × (count > 0). *counts* int ``[n, vocab]``, the others ``[n]``.
+    """Subtract *frequency* × count and *presence* × (count > 0). *counts* int ``[n, m]``, like *scores*.
 
     OpenAI's definition: counts are those of generated tokens, not of the prompt's. Returns new scores.
     """
@@ -126,45 +128,55 @@ def filter_threshold(scores: Tensor, top_k: Tensor, top_p: Tensor | None, max_k:
     """The least logit that top-k and then top-p keep. *scores* after temperature, ``[n, vocab]``; returns ``[n]``.
 
     :param top_k: int64 ``[n]``; 0 keeps all. :param max_k: the largest of them (a size, hence known to the host).
-    :param top_p: float32 ``[n]`` in (0, 1]: keep the fewest likeliest tokens (of those that top-k left) that sum to it.
-        ``None``: no row uses it.
+    :param top_p: float32 ``[n]`` in (0, 1]: keep the fewest likeliest tokens (of those that top-k left) that sum to
+        it. ``None``: no row uses it.
 
-    Top-p looks at the head of the distribution first, and at all of it for the rows where the head is not enough. That
-    test asks the device, so a device that is not the CPU sorts all of it at once.
+    Top-p sorts only the head of the distribution, and more of it for the rows where that is not enough. The test asks
+    the device, so a device that is not the CPU sorts all of it at once.
     """
     vocab = scores.shape[1]
     if top_p is None:
-        head = min(vocab, max_k)
-    else:
-        head = min(vocab, max(max_k, _HEAD)) if scores.device.type == "cpu" else vocab
-    values = scores.topk(head, dim=-1).values if head < vocab else scores.sort(dim=-1, descending=True).values
-    last = (top_k.clamp(1, head) - 1).unsqueeze(1)
-    kth = values.gather(1, last).squeeze(1).masked_fill(top_k == 0, -torch.inf)
-    if top_p is None:
-        return kth
-    threshold, full = _nucleus(scores, values, kth, top_p)
-    if head < vocab and bool(full.any()):
-        rest = full.nonzero().squeeze(1)
-        again = scores[rest]
-        threshold[rest], _ = _nucleus(again, again.sort(dim=-1, descending=True).values, kth[rest], top_p[rest])
+        return _kth(_largest(scores, min(vocab, max_k)), top_k)
+    head = min(vocab, max(max_k, _HEAD)) if scores.device.type == "cpu" else vocab
+    values = _largest(scores, head)
+    kth = _kth(values, top_k)
+    weights = (scores - values[:, :1]).exp_()
+    if max_k > 0:
+        weights.mul_(torch.ge(scores, kth.unsqueeze(1)))
+    mass = top_p * weights.sum(-1)
+    threshold, short = _nucleus(values, kth, top_p, mass)
+    while head < vocab and bool(short.any()):
+        head = min(vocab, head * 16)
+        rows = short.nonzero().squeeze(1)
+        values = _largest(scores[rows], head)
+        threshold[rows], short[rows] = _nucleus(values, kth[rows], top_p[rows], mass[rows])
     return threshold
 
 
-def _nucleus(scores: Tensor, values: Tensor, kth: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The *count* largest of each row, in falling order."""
+    if count < scores.shape[1]:
+        return scores.topk(count, dim=-1).values
+    return scores.sort(dim=-1, descending=True).values
+
+
+def _kth(values: Tensor, top_k: Tensor) -> Tensor:
+    """The *top_k*-th of the sorted *values*; minus infinity where *top_k* is 0."""
+    last = (top_k.clamp(1, values.shape[1]) - 1).unsqueeze(1)
+    return values.gather(1, last).squeeze(1).masked_fill(top_k == 0, -torch.inf)
+
+
+def _nucleus(values: Tensor, kth: Tensor, top_p: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Top-p's threshold from the sorted head *values*, and the rows whose nucleus may reach beyond that head."""
-    best, floor = values[:, :1], kth.unsqueeze(1)
-    total = (scores - best).exp_().masked_fill_(scores < floor, 0.0).sum(-1, keepdim=True)
-    weights = (values - best).exp_()
+    weights = (values - values[:, :1]).exp_()
     before = weights.cumsum(-1) - weights
-    # A top-p of 1 keeps all, also where rounding lets the sum reach the total early.
-    kept = (before < top_p.unsqueeze(1) * total) | (top_p.unsqueeze(1) >= 1)
-    kept &= values >= floor
-    kept[:, 0] = True
+    kept = (before < mass.unsqueeze(1)) & (values >= kth.unsqueeze(1))
+    kept[:, 0] = True  # the likeliest stays whatever rounding says
     count = kept.sum(-1, keepdim=True)
-    threshold = values.gather(1, count - 1).squeeze(1)
-    unlimited = (top_p >= 1) & (kth == -torch.inf)
-    threshold = torch.where(top_p >= 1, kth, threshold)
-    return threshold, (count.squeeze(1) == values.shape[1]) & (values[:, -1] > kth) & ~unlimited
+    # A top-p of 1 keeps all, also where rounding lets the sum reach the total early.
+    everything = top_p >= 1
+    threshold = torch.where(everything, kth, values.gather(1, count - 1).squeeze(1))
+    return threshold, (count.squeeze(1) == values.shape[1]) & (values[:, -1] > kth) & ~everything
 
 
 def min_p_threshold(best: Tensor, min_p: Tensor) -> Tensor:
@@ -213,7 +225,7 @@ def _blocks(scores: Tensor, how: str) -> Tensor:
     """Reduce blocks of the last dimension: ``[rows, ceil(vocab / _BLOCK)]``; the last block may be short."""
     whole = scores.shape[1] // _BLOCK * _BLOCK
     reduce = torch.amax if how == "amax" else torch.sum
-    parts = [reduce(scores[:, :whole].unflatten(1, (-1, _BLOCK)), dim=-1)] if whole else []
+    parts = [reduce(scores[:, :whole].reshape(len(scores), -1, _BLOCK), dim=-1)] if whole else []
     if whole < scores.shape[1]:
         parts.append(reduce(scores[:, whole:], dim=-1, keepdim=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

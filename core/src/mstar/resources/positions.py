@@ -27,7 +27,7 @@ class PositionsView:
 
 @dataclass(slots=True)
 class _Explicit:
-    """Positions that a request brought for its prompt. *start*: tokens in the context before it; *given* ``[axes, T]``."""
+    """Positions that a request brought for its prompt. *given* ``[axes, T]``; *start*: tokens in the context before."""
 
     start: int
     given: np.ndarray
@@ -36,7 +36,7 @@ class _Explicit:
 class PositionsResource(SlotResource):
     """Kind ``positions``: 0, 1, 2… per context, over one or several axes.
 
-    A request may bring explicit positions for its prompt (input ``spec.prompt``, integers ``[axes, T]``). Tokens after it
+    A request may bring explicit positions for its prompt (input ``spec.prompt``, integers ``[axes, T]``). Later tokens
     go on from one more than the largest of them, alike on all axes: Qwen2-VL's multimodal rope, where the difference
     between a token's position and its index is called the mrope delta. When a session goes on with a further request,
     that one's explicit positions are shifted to begin where the context stands.
@@ -74,7 +74,8 @@ class PositionsResource(SlotResource):
         given = np.asarray(request.inputs[name])
         if given.ndim != 2 or given.shape[0] != self.spec.axes or given.dtype.kind not in "iu" or not given.size:
             raise RequestError(
-                f"{name}: expected integer positions [{self.spec.axes}, T], got {given.dtype} {list(given.shape)}", param=name
+                f"{name}: expected integer positions [{self.spec.axes}, T], got {given.dtype} {list(given.shape)}",
+                param=name,
             )
         return given.astype(np.int64)
 
@@ -102,12 +103,12 @@ class PositionsResource(SlotResource):
 
     def _in_order(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Index in the context plus delta, ``[N]``."""
-        first = self._tokens[slots] + self._delta[slots]
+        first: np.ndarray = self._tokens[slots] + self._delta[slots]
         total = int(lengths.sum())
         if total == len(slots) and (lengths == 1).all():
             return first
         begins = lengths.cumsum() - lengths
-        return np.arange(total, dtype=np.int64) + np.repeat(first - begins, lengths)
+        return np.asarray(np.arange(total, dtype=np.int64) + np.repeat(first - begins, lengths))
 
     def _insert_explicit(self, positions: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
         """Overwrite the tokens that lie in a prompt with explicit positions."""

@@ -24,8 +24,8 @@ class RecurrentStateView:
         self.staged: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """The rows' state ``[rows, *shape]``, or what this step wrote. It may share memory with the pool: never change it
-        in place, :meth:`write` a new tensor."""
+        """The rows' state ``[rows, *shape]``, or what this step wrote. It may share memory with the pool: never change
+        it in place, :meth:`write` a new tensor."""
         if name in self.staged:
             return self.staged[name]
         pool = self._resource.pool(name)
@@ -63,9 +63,9 @@ class RecurrentStateResource(SlotResource):
         slots = context.max_owners if spec.slots is None else spec.slots
         if slots < context.max_owners:
             raise SetupError(
-                f"resources.{name}.slots: {slots} slots cannot hold the {context.max_owners} contexts that may be open at "
-                f"once (max_concurrent_requests × contexts, plus sessions); set slots to {context.max_owners} or more, or "
-                "lower max_concurrent_requests"
+                f"resources.{name}.slots: {slots} slots cannot hold the {context.max_owners} contexts that may be open "
+                "at once (max_concurrent_requests × contexts, plus sessions); set slots to "
+                f"{context.max_owners} or more, or lower max_concurrent_requests"
             )
         super().__init__(name, spec, context, slots=slots, first=1)
         shapes = {key: (tuple(shape), _dtype(name, dtype, context)) for key, (shape, dtype) in spec.tensors.items()}
@@ -83,9 +83,10 @@ class RecurrentStateResource(SlotResource):
     ) -> None:
         one = sum(dtype.itemsize * torch.Size(shape).numel() for shape, dtype in shapes.values())
         if memory is not None and one * (slots + 1) > memory:
+            fit = max(memory // one - 1, 0)
             raise SetupError(
-                f"resources.{self.name}: {slots + 1} slots of {one} bytes need {one * (slots + 1)} bytes, the budget is "
-                f"{memory}; lower max_concurrent_requests (or max_sessions) to fit {max(memory // max(one, 1) - 1, 0)} contexts"
+                f"resources.{self.name}: {slots + 1} slots of {one} bytes need {one * (slots + 1)} bytes, the budget "
+                f"is {memory}; lower max_concurrent_requests or max_sessions to fit {fit} contexts"
             )
 
     def pool(self, name: str) -> Tensor:

@@ -20,8 +20,8 @@ __all__ = ["Constraint", "ConstraintFactory", "RowParams", "SlotParams", "SlotTa
 class Constraint(Protocol):
     """What one request may say next: a grammar and how far the request is in it.
 
-    The sampler asks for a mask in every step and accepts a token only when the step is committed, so a failed step needs
-    no undo.
+    The sampler asks for a mask in every step and accepts a token only when the step is committed, so a failed step
+    needs no undo.
     """
 
     def mask(self, row: Tensor) -> None:
@@ -105,16 +105,18 @@ class SlotTable:
 
 
 class Penalties(NamedTuple):
-    """``[n]`` each: rows with a penalty, their rows in the token histories, and the three strengths."""
+    """``[n]`` each: rows with a penalty, their rows in the token histories (both also on the host), three strengths."""
 
     rows: Tensor
+    host_rows: np.ndarray
     histories: Tensor
+    host_histories: np.ndarray
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
 
 
-class Sorted(NamedTuple):
+class Sorting(NamedTuple):
     """Rows with top-k or top-p (``None``: all) and their values. *top_p* is ``None`` when no row uses it."""
 
     rows: Tensor | None
@@ -126,7 +128,7 @@ class Sorted(NamedTuple):
 class Reports(NamedTuple):
     """Rows that want log-probabilities, as tensor and list, and how many alternatives each."""
 
-    index: Tensor
+    where: Tensor
     rows: list[int]
     alternatives: list[int]
 
@@ -137,7 +139,7 @@ class RowParams:
 
     :param all_greedy: no row draws. :param greedy: bool ``[rows]``, or ``None`` when all rows draw.
     :param inverse_temperature: ``[rows, 1]``, 1 in greedy rows.
-    :param filtered: rows whose unlikely tokens are dropped, or ``None`` when that is all rows.
+    :param filters: whether any row drops unlikely tokens.
     """
 
     slots: np.ndarray
@@ -147,10 +149,9 @@ class RowParams:
     bias: tuple[Tensor, Tensor, Tensor] | None = None
     allowed: tuple[Tensor, Tensor] | None = None
     penalties: Penalties | None = None
-    sorting: Sorted | None = None
+    sorting: Sorting | None = None
     min_p: Tensor | None = None
     filters: bool = False
-    filtered: Tensor | None = None
     reports: Reports | None = None
     minimums: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
     """(row, slot, min_tokens, stop ids) of rows that may not stop at first."""
@@ -194,17 +195,14 @@ class RowParams:
         if sort:
             index = torch.tensor(sort, device=floats.device)
             nucleus = any(states[row].params.top_p < 1 for row in sort)
-            self.sorting = Sorted(
+            self.sorting = Sorting(
                 None if len(sort) == len(states) else index,
                 top_k[index],
                 floats[index, SlotTable.TOP_P] if nucleus else None,
                 max(states[row].params.top_k for row in sort),
             )
         self.min_p = floats[:, SlotTable.MIN_P] if any_min_p else None
-        filtered = sorted({*sort, *(row for row, p in drawing if p.min_p > 0)})
-        self.filters = bool(filtered)
-        if len(filtered) < len(states):
-            self.filtered = torch.tensor(filtered, dtype=torch.int64, device=floats.device)
+        self.filters = bool(sort) or any_min_p
 
 
 def _gather_bias(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -227,11 +225,15 @@ def _gather_penalties(states: Sequence[SlotParams], floats: Tensor) -> Penalties
     found = [(row, s.history) for row, s in enumerate(states) if s.history is not None]
     if not found:
         return None
-    rows = torch.tensor([row for row, _ in found], device=floats.device)
-    histories = torch.tensor([history for _, history in found], device=floats.device)
-    table = floats[rows]
+    rows, histories = np.array(found, dtype=np.int64).T.copy()
+    index = torch.from_numpy(rows).to(floats.device)
+    table = floats[index]
     return Penalties(
-        rows, histories, *(table[:, c] for c in (SlotTable.REPETITION, SlotTable.FREQUENCY, SlotTable.PRESENCE))
+        index,
+        rows,
+        torch.from_numpy(histories).to(floats.device),
+        histories,
+        *(table[:, c] for c in (SlotTable.REPETITION, SlotTable.FREQUENCY, SlotTable.PRESENCE)),
     )
 
 

@@ -1,0 +1,231 @@
+"""The processor of causal language models: chats, completions and plain texts in, text out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mstar.processing.text import TextRenderer
+from mstar.processing.tokenizer import TextTokenizer, read_json
+from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.processor import Prepared, Processor, ProcessorContext
+from mstar.spec.request import EngineRequest, SamplingParams
+from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Part, Task, Text
+
+__all__ = ["Limits", "TextProcessor", "sampling_params"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+DEFAULT_MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a text request. *context*: tokens of prompt and answer together; *vocab*: ids are below it."""
+
+    context: int
+    vocab: int
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+
+    @classmethod
+    def read(cls, folder: Path, vocab: int, model_kwargs: Mapping[str, Any]) -> Limits:
+        """From ``config.json`` (or its ``text_config``); ``model_kwargs`` may set ``max_tokens`` (the context) and
+        ``default_max_tokens``. *vocab*: used when the file does not say."""
+        config = read_json(folder, "config.json")
+        text = {**config, **config.get("text_config", {})}
+        context = model_kwargs.get("max_tokens") or text.get("max_position_embeddings")
+        if not isinstance(context, int):
+            raise SetupError(f"{folder / 'config.json'} has no max_position_embeddings: set model_kwargs.max_tokens")
+        default = int(model_kwargs.get("default_max_tokens", DEFAULT_MAX_TOKENS))
+        return cls(context, int(text.get("vocab_size", vocab)), default)
+
+    def answer(self, prompt: int, asked: int | None, param: str) -> int:
+        """Tokens that the answer to a prompt of *prompt* tokens may have. *param*: the prompt's field."""
+        room = self.context - prompt
+        if room < 1 or (asked is not None and asked > room):
+            wanted = f"{prompt} tokens of prompt" + (f" and max_tokens {asked}" if asked is not None else "")
+            raise RequestError(
+                f"{wanted} do not fit: this model's context is {self.context} tokens for prompt and answer together",
+                param=param if room < 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return asked if asked is not None else min(self.default_max_tokens, room)
+
+
+class TextProcessor(Processor):
+    """Prepares a request with input ``prompt`` (int64 ``[T]``) and sampling parameters for ``sampler``; renders stream
+    ``text``. A family's knobs must be :class:`~mstar.spec.knobs.SamplingKnobs` or a subclass."""
+
+    def __init__(self, context: ProcessorContext):
+        super().__init__(context)
+        if context.weights is None:
+            raise SetupError(f"{context.spec.key}: a text model needs its folder for the tokenizer")
+        self.tokenizer = TextTokenizer(context.weights)
+        self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, context.model_kwargs)
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        ids, param = self.prompt_ids(task)
+        if not ids:
+            raise RequestError(f"{param} is empty", param=param)
+        params = sampling_params(task, len(ids), param, self.limits, self.tokenizer.stop_ids)
+        request = EngineRequest(
+            id=request_id,
+            inputs={"prompt": np.array(ids, dtype=np.int64)},
+            params=task.knobs.model_dump(),
+            sampling={"sampler": params},
+            want=task.want,
+            session=task.session,
+            tenant=task.tenant,
+            cache_salt=task.tenant,
+        )
+        hidden = () if params.ignore_eos else params.stop_token_ids
+        return Prepared(request, prompt_tokens=len(ids), state=hidden)
+
+    def renderer(self, task: Task, prepared: Prepared) -> TextRenderer:
+        return TextRenderer(self.tokenizer.decode, task.stop, task.include_stop, hidden=prepared.state)
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+    def prompt_ids(self, task: Task) -> tuple[list[int], str]:
+        """The prompt's ids and the name of the field that it came from."""
+        if isinstance(task, ChatTask):
+            return self._chat(task), "messages"
+        if isinstance(task, CompletionTask):
+            return self._completion(task.prompt), "prompt"
+        if isinstance(task, GenerateTask):
+            return self._generate(task), "text"
+        raise RequestError(f"this model does not serve {type(task).__name__}", code="unsupported_task")
+
+    def _chat(self, task: ChatTask) -> list[int]:
+        if not task.messages:
+            raise RequestError("messages is empty", param="messages")
+        if task.tool_choice not in (None, "auto", "none"):
+            raise RequestError("tool_choice: this model supports 'auto' and 'none' only", param="tool_choice")
+        messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
+        tools = () if task.tool_choice == "none" else task.tools
+        return self.tokenizer.encode_chat(messages, tools, add_generation_prompt=task.add_generation_prompt)
+
+    def _completion(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt) if prompt else []
+        for i, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.limits.vocab:
+                raise RequestError(
+                    f"prompt[{i}]: {token!r} is no token id (0 to {self.limits.vocab - 1})", param=f"prompt[{i}]"
+                )
+        return list(prompt)
+
+    def _generate(self, task: GenerateTask) -> list[int]:
+        if task.live:
+            raise RequestError(f"this model takes no live input {task.live[0]!r}", param="live")
+        text = task.text + _text_of(task.parts, "parts")
+        if not text:
+            return []
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode(text)
+        return self.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+
+def _text_of(parts: Sequence[Part], where: str) -> str:
+    for i, part in enumerate(parts):
+        if not isinstance(part, Text):
+            raise RequestError(
+                f"{where}[{i}]: this model reads text only, not {type(part).__name__.lower()}",
+                param=f"{where}[{i}]",
+                code="unsupported_modality",
+            )
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """As chat templates read it: text as one string, a tool call's arguments as an object, no empty fields.
+
+    OpenAI renamed ``system`` to ``developer``; templates know the old word.
+    """
+    plain: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text_of(message.content, f"messages[{index}].content"),
+    }
+    if message.tool_calls:
+        where = f"messages[{index}].tool_calls"
+        plain["tool_calls"] = [_plain_call(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = dict(call.get("function", {}))
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError:
+            raise RequestError(f"{where}: arguments are not valid JSON", param=f"{where}.function.arguments") from None
+    return {**call, "function": function}
+
+
+def sampling_params(
+    task: Task, prompt_tokens: int, prompt_param: str, limits: Limits, stop_ids: Sequence[int]
+) -> SamplingParams:
+    """The engine's sampling parameters for *task*, or a ``RequestError`` that names the field at fault."""
+    knobs = task.knobs
+    if not isinstance(knobs, SamplingKnobs):
+        raise TypeError(f"the knobs of a text model must derive from SamplingKnobs, not {type(knobs).__name__}")
+    _check_stop(task.stop)
+    if task.logprobs is not None and not 0 <= task.logprobs <= MAX_LOGPROBS:
+        raise RequestError(f"logprobs: 0 to {MAX_LOGPROBS} alternatives, got {task.logprobs}", param="logprobs")
+    max_tokens = limits.answer(prompt_tokens, knobs.max_tokens, prompt_param)
+    if knobs.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens {knobs.min_tokens} is more than the answer's {max_tokens} tokens", param="min_tokens"
+        )
+    return SamplingParams(
+        temperature=knobs.temperature,
+        top_k=knobs.top_k,
+        top_p=knobs.top_p,
+        min_p=knobs.min_p,
+        repetition_penalty=knobs.repetition_penalty,
+        frequency_penalty=knobs.frequency_penalty,
+        presence_penalty=knobs.presence_penalty,
+        logit_bias=_checked_bias(task.logit_bias, limits.vocab),
+        seed=knobs.seed,
+        max_tokens=max_tokens,
+        min_tokens=knobs.min_tokens,
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=knobs.ignore_eos,
+        logprobs=task.logprobs,
+        grammar=_grammar(task),
+    )
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop: at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
+    for i, text in enumerate(stop):
+        if not text:
+            raise RequestError(f"stop[{i}] is empty", param=f"stop[{i}]")
+
+
+def _checked_bias(bias: Mapping[int, float], vocab: int) -> dict[int, float]:
+    for token, value in bias.items():
+        if not 0 <= token < vocab:
+            raise RequestError(f"logit_bias: {token} is no token id (0 to {vocab - 1})", param="logit_bias")
+        if not math.isfinite(value) or abs(value) > 100:
+            raise RequestError(f"logit_bias: -100 to 100 for token {token}, got {value}", param="logit_bias")
+    return dict(bias)
+
+
+def _grammar(task: Task) -> str | None:
+    """The response format as canonical JSON, for the constraint backend; free text needs no constraint."""
+    form = task.response_format if isinstance(task, ChatTask) else None
+    if form is None or form.get("type") == "text":
+        return None
+    return json.dumps(form, sort_keys=True)
