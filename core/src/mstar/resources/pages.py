@@ -187,12 +187,6 @@ class PagePool:
         """*owner*'s pages in order. May extend past the committed length."""
         return self._get(owner).table
 
-    def cow_pending(self, owner: Owner) -> bool:
-        """Whether *owner*'s next write will copy a page."""
-        context = self._get(owner)
-        written = self._partial(context)
-        return written is not None and self._is_shared(context.table[written])
-
     # --- inside -------------------------------------------------------------------------------------------------------
     def _get(self, owner: Owner) -> _Context:
         try:

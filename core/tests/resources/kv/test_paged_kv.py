@@ -184,6 +184,18 @@ def test_a_sibling_that_is_behind_or_different_is_not_shared() -> None:
     assert resource.match(B, [1, 2, 3, 4, 5, 6], D) == 4
 
 
+def test_inference_mode_and_normal_mode_share_a_resource() -> None:
+    resource = make()
+    run = driver(resource)
+    start(resource, A, B)
+    with torch.inference_mode():
+        run.step([Row(A, 5), Row(B, 8)])
+        run.step([Row(A), Row(B)])
+    run.step([Row(A), Row(B)])
+    with torch.inference_mode():
+        run.step([Row(A, 3), Row(B, 3)])
+
+
 def test_growing_past_the_promise_changes_nothing() -> None:
     resource = make()
     start(resource, A, tokens=8)

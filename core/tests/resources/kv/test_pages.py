@@ -170,6 +170,48 @@ def test_a_shared_prefix_makes_room_for_more() -> None:
     opened(pool, "c", 4)
 
 
+def test_a_cached_page_is_copied_before_a_sibling_writes_into_it() -> None:
+    pool = PagePool(4, 4)
+    a, b = opened(pool, "a", 1), opened(pool, "b", 2)
+    pool.grow(a, 4)
+    pool.commit(a, 4, [1, 2, 3, 4])
+    pool.fork(b, a, 2)  # the parent is ahead: its full page is registered
+    pool.close(a)
+    (cached,) = pool.table(b)
+    _, copies = pool.grow(b, 1)
+    assert copies == [(cached, pool.table(b)[0])]
+    pool.commit(b, 1, [9])
+    pool.check([b])
+    c = opened(pool, "c", 2)
+    assert pool.match(c, [1, 2, 3, 4, 5]) == 4
+    pool.attach(c, [1, 2, 3, 4])
+    assert pool.table(c) == [cached]
+
+
+def test_a_copy_is_owed_once() -> None:
+    pool = PagePool(4, 4)
+    a, b = opened(pool, "a", 1), opened(pool, "b", 1)
+    pool.grow(a, 4)
+    pool.commit(a, 4, [1, 2, 3, 4])
+    pool.fork(b, a, 3)
+    assert pool.usage().used == 2
+    pool.grow(b, 1)
+    assert pool.usage().used == 2  # the page owed is now the page taken
+
+
+def test_whoever_writes_last_into_a_shared_page_writes_in_place() -> None:
+    pool = PagePool(4, 4)
+    a, b = opened(pool, "a", 1), opened(pool, "b", 1)
+    pool.grow(a, 2)
+    pool.commit(a, 2, [1, 2])
+    pool.fork(b, a, 2)
+    assert pool.usage().used == 2  # one page in use and one owed to a copy
+    assert len(pool.grow(a, 1).copies) == 1
+    assert pool.grow(b, 1).copies == []
+    pool.check([a, b])
+    assert pool.usage().used == 2
+
+
 def test_misuse_is_reported() -> None:
     pool = PagePool(4, 2)
     a = opened(pool, "a", 1)

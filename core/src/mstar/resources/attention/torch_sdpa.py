@@ -55,7 +55,9 @@ class TorchAttention(AttentionBackend):
         key = (memory.data.device, memory.dtype, width)
         buffer = self._scratch.get(key)
         if buffer is None or buffer.shape[0] < lines:
-            buffer = self._scratch[key] = torch.empty(lines, width, dtype=memory.dtype, device=memory.data.device)
+            with torch.inference_mode(False):  # usable in and outside of inference mode, whoever comes first
+                buffer = torch.empty(lines, width, dtype=memory.dtype, device=memory.data.device)
+            self._scratch[key] = buffer
         return buffer
 
 
