@@ -2,15 +2,16 @@
 
 A decode step of a small model is a chain of short matrix products, each of which must stream its weight from memory.
 ``F.linear`` in bfloat16 spends nearly as long on preparing each product as on the product; oneDNN takes weights that
-have been rearranged once ("prepacked") without that. Which way and which dtype win depends on the CPU's instructions, so
-both are measured, not assumed. Results are those of ``F.linear`` up to the rounding of the dtype.
+have been rearranged once ("prepacked") without that. Which way and which dtype win depends on the CPU, so both are
+measured, not assumed. Results are those of ``F.linear`` up to the rounding of the dtype.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 _BATCHES = (1, 8, 32)
 _PROBE_SHAPES = ((1536, 1024), (1024, 1536))  # (out, in): the size at which small models' layers are
 _PROBE_BYTES = 24 << 20  # per way: enough weights that they come from memory and not from the cache
-_ROUNDS = 15
+_ROUNDS = 7
 
 
 class PackedProduct:
@@ -124,10 +125,11 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @cache
 def _seconds(dtype: torch.dtype) -> tuple[float, float | None]:
     """Seconds for one pass over the probe's weights, summed over the batches: with ``F.linear``, and prepacked if that
-    can be had. Both are timed in turn, each product's best of a few rounds counts: a busy neighbour only adds time."""
+    can be had. Both are timed in turn, and each product's best of a few rounds counts: a busy neighbour only adds time.
+    On one thread, as several threads would have to meet a moment when no neighbour holds up any of them."""
     fault = _fault(dtype)
     plain = packed = 0.0
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread():
         for out, size in _PROBE_SHAPES:
             weight = _random((out, size), dtype)
             count = max(1, _PROBE_BYTES // len(_PROBE_SHAPES) // (out * size * dtype.itemsize))
@@ -140,6 +142,16 @@ def _seconds(dtype: torch.dtype) -> tuple[float, float | None]:
     found = f"prepacked {packed * 1e3:.2f} ms" if fault is None else f"no prepacked weights ({fault})"
     log.info("CPU linear layers in %s: F.linear %.2f ms, %s", dtype, plain * 1e3, found)
     return plain, None if fault is not None else packed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _plain(weight: Tensor) -> Product:

@@ -1,8 +1,8 @@
 """Linear layers, named after how tensor parallelism cuts them, and the fused ones that read several published tensors.
 
 A fused layer (:class:`MergedLinear`, :class:`QKVLinear`) has one parameter for several published ones, concatenated
-along the output dimension: one matrix product instead of three. :mod:`mstar.weights.names` maps each published tensor to
-its rows, so that the loader reads it straight into place.
+along the output dimension: one matrix product instead of three. :mod:`mstar.weights.names` maps each published tensor
+to its rows, so that the loader reads it straight into place.
 """
 
 from __future__ import annotations

@@ -68,34 +68,38 @@ def _rows(target: Tensor, place: Placement) -> Tensor:
 
 def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
     """Parameters, or rows of fused ones, that nothing in the checkpoint fills."""
-    spare = [name for name in checkpoint.tensors if not weightmap.ignores(name)]
-    absent = [
-        f"{place.target}: no tensor {place.published!r}{_hint(place.published, spare)}"
-        for place in weightmap.placements
-        if place.published not in checkpoint.tensors
-    ]
+    absent = [place for place in weightmap.placements if place.published not in checkpoint.tensors]
+    spare = _spare(weightmap, checkpoint)
+    faults = [
+        f"{place.target}: no tensor {place.published!r}{_hint(place.published, spare)}" for place in absent[:_SHOWN]
+    ] + [place.target for place in absent[_SHOWN:]]
     filled: dict[int, int] = {}
     for place in weightmap.placements:
         target = targets.get(place.target)
         if target is None:
-            absent.append(f"{place.target}: the map names it, the module has no such parameter")
+            faults.append(f"{place.target}: the map names it, the module has no such parameter")
             continue
         filled[id(target)] = filled.get(id(target), 0) + (_length(target) if place.rows is None else place.rows)
     for name, target in targets.items():
         if filled.get(id(target), 0) != _length(target):
-            absent.append(f"{name}: the map fills {filled.get(id(target), 0)} of {_length(target)} rows")
-    return _listed("parameter(s) not filled", absent)
+            faults.append(f"{name}: the map fills {filled.get(id(target), 0)} of {_length(target)} rows")
+    return _listed("parameter(s) not filled", faults)
 
 
 def _unused(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    spare = _spare(weightmap, checkpoint)
+    missing = [p.published for p in weightmap.placements if p.published not in checkpoint.tensors]
+    faults = []
+    for name in spare[:_SHOWN]:
+        info = checkpoint.tensors[name]
+        faults.append(f"{name} {list(info.shape)} in {info.file.name}{_hint(name, missing)}")
+    return _listed("tensor(s) not used", faults + spare[_SHOWN:])
+
+
+def _spare(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    """Tensors that the map neither wants nor ignores."""
     wanted = {place.published for place in weightmap.placements}
-    missing = [name for name in wanted if name not in checkpoint.tensors]
-    unused = [
-        f"{name} {list(info.shape)} in {info.file.name}{_hint(name, missing)}"
-        for name, info in checkpoint.tensors.items()
-        if name not in wanted and not weightmap.ignores(name)
-    ]
-    return _listed("tensor(s) not used", unused)
+    return [name for name in checkpoint.tensors if name not in wanted and not weightmap.ignores(name)]
 
 
 def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
@@ -114,7 +118,7 @@ def _length(target: Tensor) -> int:
 
 
 def _hint(name: str, candidates: list[str]) -> str:
-    """The nearest name if there is one near: not a list of them all, which may have thousands."""
+    """The nearest name if there is one near, not a list of all. Slow among thousands: for the faults shown only."""
     hint = nearest(name, candidates)
     return hint if hint.startswith("; did") else ""
 

@@ -1,0 +1,124 @@
+"""The linear floor: the time of a decoder's linear layers alone, for one decode step of M rows.
+
+No server can decode faster on this machine than its matrix products run, so the floor is what throughput is judged by.
+
+    python benchmarks/linear_floor.py CONFIG_JSON [--batch 1 8 32] [--dtype auto|bfloat16|float32] [--step]
+
+``--step`` also times a whole decode step without attention (norms, rotary, activations, residuals) beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mstar.nn.config import DecoderConfig
+from mstar.nn.cpu_linear import best_cpu_dtype, prepare_cpu
+from mstar.nn.linear import Linear
+from mstar.patterns.causal_lm import CausalLMNode
+
+__all__ = ["linear_floor", "random_node", "step_without_attention"]
+
+
+def random_node(config: DecoderConfig, dtype: torch.dtype) -> CausalLMNode:
+    """The model of *config* with random weights, prepared for this CPU as a server would."""
+    torch.manual_seed(0)
+    node = CausalLMNode(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in node.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.02)
+    prepare_cpu(node)
+    return node
+
+
+def linear_floor(node: nn.Module, batches: Sequence[int] = (1, 8, 32), rounds: int = 15) -> dict[int, float]:
+    """Seconds per decode step spent in *node*'s linear layers, head included, per batch size.
+
+    Each layer is timed by itself, in the order of a step (so that its weight comes from where it comes from in a step),
+    and its best round counts: a busy neighbour only ever adds time.
+    """
+    layers = [module for module in node.modules() if isinstance(module, Linear)]
+    dtype = next(parameter.dtype for parameter in node.parameters())
+    return {rows: sum(_best_each([_call(layer, rows, dtype) for layer in layers], rounds)) for rows in batches}
+
+
+def step_without_attention(
+    node: CausalLMNode, config: DecoderConfig, batches: Sequence[int] = (1, 8, 32), rounds: int = 15
+) -> dict[int, float]:
+    """Seconds per decode step with attention left out, per batch size: everything else that the node does for M rows.
+
+    Timed layer by layer, as in :func:`linear_floor`.
+    """
+    out = {}
+    for rows in batches:
+        ids, positions = torch.arange(rows), torch.full((rows,), 300)
+        with torch.inference_mode():
+            x = node.model.embed_tokens(ids)
+            rotation = node.model.rotary(positions, x.dtype)
+        before: list[Callable[[], Any]] = [
+            lambda ids=ids: node.model.embed_tokens(ids),
+            lambda positions=positions, dtype=x.dtype: node.model.rotary(positions, dtype),
+        ]
+        layers = [lambda layer=layer, x=x, r=rotation: layer(x, r, _NoAttention()) for layer in node.model.layers]
+        after = [lambda x=x: node.logits(x)]
+        out[rows] = sum(_best_each([*before, *layers, *after], rounds))
+    return out
+
+
+class _NoAttention:
+    """Passes the queries on: all of a step's work but attention."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q
+
+
+def _call(layer: Linear, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    x = torch.randn(rows, layer.in_features).to(dtype)
+    return lambda: layer(x)
+
+
+def _best_each(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    best = [float("inf")] * len(calls)
+    with torch.inference_mode():
+        for _ in range(rounds):
+            for index, call in enumerate(calls):
+                start = time.perf_counter()
+                call()
+                best[index] = min(best[index], time.perf_counter() - start)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="a model's config.json")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--threads", type=int, help="default: torch's")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--step", action="store_true", help="also time a step without attention")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    config = DecoderConfig.from_hf(json.loads(options.config.read_text(encoding="utf-8")))
+    dtype = best_cpu_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
+    node = random_node(config, dtype)
+    floor = linear_floor(node, options.batch, options.rounds)
+    whole = step_without_attention(node, config, options.batch, options.rounds) if options.step else {}
+    print(f"{dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    for rows, seconds in floor.items():
+        line = f"batch {rows:3}: linear layers {seconds * 1e3:6.2f} ms = {rows / seconds:6.1f} tokens/s"
+        if rows in whole:
+            line += f"; step without attention {whole[rows] * 1e3:6.2f} ms ({whole[rows] / seconds:.2f} x)"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
