@@ -25,10 +25,10 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
     options = options or ServerOptions()
     app = FastAPI(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options)
-    for routers in registry.hook.mstar_api(registry=registry):
-        for router in routers:
-            app.include_router(router)
-    state.mounted = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
+    routers = [router for offer in registry.hook.mstar_api(registry=registry) for router in offer]
+    for router in routers:
+        app.include_router(router)
+    state.mounted = frozenset(route.path for router in routers for route in router.routes)
     install_handlers(app)
     # The last added is the outermost: a request passes the error net, the key, the size.
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)
