@@ -56,7 +56,7 @@ class Tokens:
 
 
 class ScriptedAnswer:
-    """Runs a script: deltas are said, errors raised, events waited for; ``"echo"`` says every push doubled until it ends."""
+    """Runs a script: deltas are said, errors raised, events waited for; ``"echo"`` says every push doubled."""
 
     def __init__(self, answer_id: str, script: Sequence[Any]):
         self.id, self.prompt_tokens, self.completion_tokens = answer_id, 5, 0
