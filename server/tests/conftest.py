@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -171,16 +172,36 @@ class ScriptedService:
 HELLO = (TextDelta("Hel", (1,)), TextDelta("lo ", (2,)), TextDelta("", (3,)), TextDelta("🙂", (4, 5)))
 
 
-class Hooks:
-    """A registry as far as the server needs one: real hooks, with the server's own plugin among them."""
+class Plugins:
+    """Real hooks, with the server's own plugin among them, called plugin by plugin as the core's are."""
 
     def __init__(self, *plugins: Any):
-        manager = pluggy.PluginManager("mstar")
-        manager.add_hookspecs(mstar.hookspecs)
-        for plugin in (mstar_server.plugin, *plugins):
-            manager.register(plugin)
-        manager.check_pending()
-        self.hook = manager.hook
+        self.loaded = [SimpleNamespace(name="server", object=mstar_server.plugin)]
+        self.loaded += [SimpleNamespace(name=f"plugin{i}", object=plugin) for i, plugin in enumerate(plugins)]
+        self.rejected: list[tuple[str, str]] = []
+        self._manager = pluggy.PluginManager("mstar")
+        self._manager.add_hookspecs(mstar.hookspecs)
+        for plugin in self.loaded:
+            self._manager.register(plugin.object)
+        self._manager.check_pending()
+
+    def call_each(self, hook: str, **arguments: Any) -> list[tuple[Any, Any]]:
+        pairs = []
+        for plugin in self.loaded:
+            others = [other.object for other in self.loaded if other is not plugin]
+            pairs += [(plugin, r) for r in self._manager.subset_hook_caller(hook, others)(**arguments)]
+        return pairs
+
+    def reject(self, plugin: Any, error: Exception) -> None:
+        self.rejected.append((plugin.name, str(error)))
+        self.loaded.remove(plugin)
+
+
+class Hooks:
+    """A registry as far as the server needs one."""
+
+    def __init__(self, *plugins: Any):
+        self.plugins = Plugins(*plugins)
 
 
 class Kit:

@@ -118,6 +118,41 @@ async def test_a_plugins_router_is_mounted_through_the_hook(kit):
         assert (await client.get("/extra")).json() == {"registry": True}
 
 
+async def test_a_plugins_path_wins_over_the_servers_own(kit):
+    class Plugin:
+        @hookimpl
+        def mstar_api(self):
+            router = APIRouter()
+
+            @router.get("/v1/models")
+            async def mine() -> list[str]:
+                return ["mine"]
+
+            return [router]
+
+    async with kit.client(kit.Service(), hooks=kit.Hooks(Plugin())) as client:
+        assert (await client.get("/v1/models")).json() == ["mine"]
+
+
+async def test_a_plugin_that_breaks_a_contract_is_put_aside_and_the_others_serve(kit, chat, caplog):
+    class NoRouters:
+        @hookimpl
+        def mstar_api(self):
+            return "a router"
+
+    class NoAdapter:
+        @hookimpl
+        def mstar_openai(self, spec):
+            return {"chat": "mstar_server:NotThere"}
+
+    hooks = kit.Hooks(NoRouters(), NoAdapter())
+    async with kit.client(kit.Service(kit.HELLO), hooks=hooks) as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+    assert sorted(name for name, _ in hooks.plugins.rejected) == ["plugin0", "plugin1"]
+    assert "NotThere" in dict(hooks.plugins.rejected)["plugin1"]
+    assert "plugin1" in caplog.text
+
+
 async def test_a_bug_in_a_route_is_a_500_of_the_contract(kit, caplog):
     class Plugin:
         @hookimpl

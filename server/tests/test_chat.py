@@ -117,6 +117,14 @@ async def test_logprobs_without_alternatives_reports_the_chosen_token(kit, chat)
     assert [task.logprobs for task in service.tasks] == [0, None]
 
 
+async def test_logprobs_of_a_processor_that_cannot_spell_tokens(kit, chat):
+    service = kit.Service(kit.HELLO)
+    service.processor = object()
+    async with kit.client(service) as client:
+        reply = await client.post(URL, json=chat(logprobs=True))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprobs")
+
+
 async def test_only_what_the_client_set_reaches_the_knobs(kit, chat):
     service = kit.Service(kit.HELLO)
     sent = {

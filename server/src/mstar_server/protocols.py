@@ -75,7 +75,7 @@ class Service(Protocol):
 
 
 class Registry(Protocol):
-    """Of the registry, only the hooks."""
+    """Of :class:`mstar.registry.Registry`, only the plugins: ``call_each(hook, **arguments)`` gives pairs (plugin,
+    result), and ``reject(plugin, error)`` puts one aside."""
 
-    @property
-    def hook(self) -> Any: ...
+    plugins: Any
