@@ -74,7 +74,8 @@ class ServerState:
             raise NotReady("the server is shutting down")
         phase = service.phase
         if phase.name != "ready":
-            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}")
+            detail = f", {phase.detail}" if phase.detail else ""
+            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}{detail}")
         return service
 
     def adapter(self, ability: str, service: Service) -> Any:
