@@ -69,8 +69,7 @@ async def _disconnected(request: Request) -> None:
 class Merged:
     """The deltas of one or more answers in order of arrival, as pairs (which answer, delta).
 
-    An answer's end is the pair (which, ``None``); the iterator ends with the last of them. An answer that fails raises
-    its error and ends them all. ``await next_or_none(seconds)`` gives ``None`` after a silence of *seconds*. Close it
+    An answer's end is the pair (which, ``None``). An answer that fails raises its error and ends them all. Close it
     when done: what still runs is cancelled.
     """
 
@@ -110,23 +109,31 @@ class Merged:
         """Every answer has ended and all of it has been taken."""
         return self._open == 0
 
-    async def next_or_none(self, seconds: float) -> tuple[int, Delta | None] | None:
-        """The next pair, or ``None`` when there is none for *seconds*."""
-        if self._head:
-            pair = self._head.popleft()
-        elif not self._queue.empty():
-            pair = self._queue.get_nowait()
-        else:
+    async def next_batch(self, seconds: float) -> list[tuple[int, Delta | None]]:
+        """All pairs that are there by now, after waiting for the first; none after a silence of *seconds*.
+
+        In batches, so that whoever sends them yields to the event loop, and learns of a disconnect, between two sends.
+        """
+        head, queue = self._head, self._queue
+        if not head and queue.empty():
             try:
                 async with asyncio.timeout(seconds):
-                    pair = await self._queue.get()
+                    head.append(await queue.get())
             except TimeoutError:
-                return None
-        if isinstance(pair[1], Exception):
-            raise pair[1]
-        if pair[1] is None:
-            self._open -= 1
-        return pair
+                return []
+        while not queue.empty():
+            head.append(queue.get_nowait())
+        batch: list[tuple[int, Delta | None]] = []
+        while head:
+            pair = head[0]
+            if isinstance(pair[1], Exception):
+                if batch:
+                    break  # what came before the error is delivered first
+                raise pair[1]
+            batch.append(head.popleft())
+            if pair[1] is None:
+                self._open -= 1
+        return batch
 
     def close(self) -> None:
         """Cancel what has not ended. May be called more than once."""

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
+from mstar_server.hooks import routers
 from mstar_server.middleware import ApiKey, BodyLimit
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
@@ -19,16 +20,17 @@ __all__ = ["create_app"]
 def create_app(services: Mapping[str, Service], registry: Registry, options: ServerOptions | None = None) -> FastAPI:
     """An application that serves *services* by key. It neither starts nor stops them: :mod:`mstar_server.run` does.
 
-    Routers come from the ``mstar_api`` hook of every plugin, the server's own among them. A path that two plugins mount
-    goes to the plugin that was registered last, which is not the server.
+    Routers come from the ``mstar_api`` hook of every plugin, the server's own among them.
     """
     options = options or ServerOptions()
     app = FastAPI(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options)
-    for routers in registry.hook.mstar_api(registry=registry):
-        for router in routers:
-            app.include_router(router)
-    state.mounted = frozenset(path for route in app.routes if (path := getattr(route, "path", None)))
+    mounted = routers(registry)
+    for router in mounted:
+        app.include_router(router)
+    state.mounted = frozenset(
+        path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
+    )
     install_handlers(app)
     # The last added is the outermost: a request passes the error net, the key, the size.
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)

@@ -88,8 +88,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     )
     message = str(error.detail)
     if status == 404 and message == "Not Found":
-        paths = {path for route in request.app.routes if (path := getattr(route, "path", None))}
-        message = f"no route {request.url.path!r}{nearest(request.url.path, paths)}"
+        message = f"no route {request.url.path!r}{nearest(request.url.path, request.app.state.mstar.mounted)}"
     elif status == 405 and message == "Method Not Allowed":
         message = f"{request.method} is not allowed on {request.url.path!r}"
     return error_response(RequestError(message, code=code, status=status, type=kind), error.headers)

@@ -43,7 +43,7 @@ def decode_image(data: bytes, param: str, options: ServerOptions) -> Image:
     except UnidentifiedImageError:
         known = ", ".join(_IMAGE_FORMATS)
         raise _bad(f"not an image of a known format ({known})", param, "invalid_image") from None
-    except Pillow.DecompressionBombError as error:
+    except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
         raise _bad(str(error), param, "image_too_large") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise _bad(f"the image is damaged: {error}", param, "invalid_image") from None

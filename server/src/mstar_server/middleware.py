@@ -35,7 +35,7 @@ class ApiKey:
 
     def _accepts(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.key)
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode("latin-1"), self.key)
 
 
 def _is_health(path: str) -> bool:

@@ -67,7 +67,7 @@ class Service(Protocol):
 
     async def stop(self) -> None: ...
 
-    async def drain(self, seconds: float) -> None: ...
+    async def drain(self, seconds: float) -> bool: ...
 
     async def status(self) -> Mapping[str, Any]: ...
 
@@ -75,7 +75,7 @@ class Service(Protocol):
 
 
 class Registry(Protocol):
-    """Of the registry, only the hooks."""
+    """Of :class:`mstar.registry.Registry`, only the plugins: ``call_each(hook, **arguments)`` gives pairs (plugin,
+    result), and ``reject(plugin, error)`` puts one aside."""
 
-    @property
-    def hook(self) -> Any: ...
+    plugins: Any

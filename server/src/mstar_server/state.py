@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pkgutil
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar_server.hooks import adapters
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 
@@ -42,7 +42,7 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
-        self._adapters = {key: self._adapter_names(service) for key, service in self.services.items()}
+        self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""
@@ -74,23 +74,13 @@ class ServerState:
             raise NotReady("the server is shutting down")
         phase = service.phase
         if phase.name != "ready":
-            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}")
+            detail = f", {phase.detail}" if phase.detail else ""
+            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}{detail}")
         return service
 
     def adapter(self, ability: str, service: Service) -> Any:
-        """The adapter from an OpenAI route to *service*'s task: the family's own, or the server's."""
-        name = self._adapters[service.spec.key][ability]
-        return pkgutil.resolve_name(name)(service.spec, self.options)
-
-    def _adapter_names(self, service: Service) -> dict[str, str]:
-        offers = [offer for offer in self.registry.hook.mstar_openai(spec=service.spec) if offer]
-        names: dict[str, str] = {}
-        # pluggy answers with the last registered plugin first: the first answer wins, and the server's own come last.
-        offers.sort(key=lambda offer: all(name.startswith("mstar_server.") for name in offer.values()))
-        for offer in offers:
-            for ability, name in offer.items():
-                names.setdefault(ability, name)
-        return names
+        """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's."""
+        return self._adapters[service.spec.key][ability]
 
 
 def _progress(share: float | None) -> str:

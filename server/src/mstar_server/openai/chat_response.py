@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mstar.spec.errors import RequestError
 from mstar.spec.processor import Processor, TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar_server.protocols import Answer
@@ -64,7 +65,10 @@ def _entry(token: int, logprob: float, token_bytes: Callable[[int], bytes]) -> d
 
 def token_bytes_of(processor: Processor) -> Callable[[int], bytes]:
     """How *processor* spells a token: processors that report log-probabilities have ``token_bytes(id) -> bytes``."""
-    found: Callable[[int], bytes] = getattr(processor, "token_bytes")  # noqa: B009 - not part of Processor's contract
+    found: Callable[[int], bytes] | None = getattr(processor, "token_bytes", None)
+    if found is None:
+        message = "'logprobs' is not supported by this model"
+        raise RequestError(message, param="logprobs", code="unsupported_parameter")
     return found
 
 

@@ -92,15 +92,15 @@ async def _stream(merged: Merged, chunks: ChatChunks, usage: bool, keepalive_s: 
     try:
         yield b"".join(chunks.role(index) for index in range(len(merged.answers)))
         while not merged.done:
-            pair = await merged.next_or_none(keepalive_s)
-            if pair is None:
-                yield chunks.keepalive
-                continue
-            index, delta = pair
-            if delta is None:
-                yield chunks.finish(index, finish_reason(merged.answers[index].finish_reason))
-            elif isinstance(delta, TextDelta) and (delta.text or delta.logprobs):
-                yield chunks.text(index, delta)
+            batch = await merged.next_batch(keepalive_s)
+            parts = [] if batch else [chunks.keepalive]
+            for index, delta in batch:
+                if delta is None:
+                    parts.append(chunks.finish(index, finish_reason(merged.answers[index].finish_reason)))
+                elif isinstance(delta, TextDelta) and (delta.text or delta.logprobs):
+                    parts.append(chunks.text(index, delta))
+            if parts:
+                yield b"".join(parts)
         if usage:
             yield chunks.usage(usage_object(merged.answers))
         yield DONE

@@ -98,19 +98,18 @@ async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, No
     counts: Counter[str] = Counter()
     try:
         while not merged.done:
-            pair = await merged.next_or_none(keepalive_s)
-            if pair is None:
-                yield json_line({"type": "keepalive"})
-                continue
-            delta = pair[1]
-            if delta is None:
-                yield json_line(done_object(merged.answers[0]))
-                continue
-            index = counts[delta.stream]
-            counts[delta.stream] += 1
-            if is_heavy(delta):
-                yield json_line(await asyncio.to_thread(delta_object, delta, index))
-            else:
-                yield json_line(delta_object(delta, index))
+            batch = await merged.next_batch(keepalive_s)
+            lines = [] if batch else [json_line({"type": "keepalive"})]
+            for _, delta in batch:
+                if delta is None:
+                    lines.append(json_line(done_object(merged.answers[0])))
+                    continue
+                index = counts[delta.stream]
+                counts[delta.stream] += 1
+                if is_heavy(delta):
+                    lines.append(json_line(await asyncio.to_thread(delta_object, delta, index)))
+                else:
+                    lines.append(json_line(delta_object(delta, index)))
+            yield b"".join(lines)
     except Exception as error:  # the status line is out: the error becomes the last line
         yield json_line({"type": "error", **error_object(as_request_error(error))})

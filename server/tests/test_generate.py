@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image as Pillow
+
+from mstar.spec.errors import RequestError
+from mstar.spec.processor import ArrayDelta, AudioDelta, FramesDelta, TextDelta
+from mstar.spec.tasks import Audio, File, Image
+
+PIXELS = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+EVERYTHING = (
+    TextDelta("a", (1,)),
+    AudioDelta(np.asarray([0.0, 0.5], np.float32), 8000),
+    TextDelta("b", (2,)),
+    FramesDelta(PIXELS[None]),
+    AudioDelta(np.asarray([1.0], np.float32), 8000),
+    FramesDelta(np.stack([PIXELS, PIXELS]), fps=4.0, stream="video"),
+    FramesDelta(PIXELS[None], fps=4.0, stream="video"),
+    ArrayDelta(np.asarray([[1.5, 2.0]], np.float32)),
+)
+
+
+def png_file() -> bytes:
+    out = io.BytesIO()
+    Pillow.fromarray(PIXELS).save(out, "PNG")
+    return out.getvalue()
+
+
+def pixels_of(text: str) -> np.ndarray:
+    return np.asarray(Pillow.open(io.BytesIO(base64.b64decode(text))))
+
+
+async def test_the_whole_answer_joins_each_stream(kit):
+    async with kit.client(kit.Service(EVERYTHING)) as client:
+        reply = await client.post("/generate", json={"text": "hi"})
+    answer = reply.json()
+    outputs = answer["outputs"]
+    assert answer["id"].startswith("gen-")
+    assert (answer["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 2)
+    assert outputs["text"] == [{"stream": "text", "text": "ab"}]
+    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(outputs["audio"][0]["data"])))
+    assert (rate, len(outputs["audio"])) == (8000, 1)
+    np.testing.assert_allclose(samples, [0.0, 0.5, 1.0], atol=1e-4)
+    np.testing.assert_array_equal(pixels_of(outputs["image"][0]["data"]), PIXELS)
+    assert (outputs["video"][0]["fps"], len(outputs["video"][0]["frames"])) == (4.0, 3)
+    assert outputs["action"] == [{"stream": "action", "dtype": "float32", "shape": [1, 2], "data": [[1.5, 2.0]]}]
+
+
+async def test_streaming_gives_one_json_line_per_delta(kit):
+    async with kit.client(kit.Service(EVERYTHING)) as client:
+        reply = await client.post("/generate", json={"streaming": True})
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    *deltas, done = [json.loads(line) for line in reply.text.splitlines()]
+    assert done["type"] == "done"
+    assert (done["finish_reason"], done["usage"]["prompt_tokens"]) == ("stop", 5)
+    kinds = [(d["modality"], d["index"]) for d in deltas]
+    assert kinds == [
+        ("text", 0), ("audio", 0), ("text", 1), ("image", 0), ("audio", 1), ("video", 0), ("video", 1), ("action", 0),
+    ]  # fmt: skip
+    assert (deltas[1]["encoding"], deltas[1]["rate"], deltas[1]["channels"]) == ("pcm_s16le", 8000, 1)
+    assert np.frombuffer(base64.b64decode(deltas[1]["data"]), "<i2").tolist() == [0, 16384]
+    np.testing.assert_array_equal(pixels_of(deltas[3]["data"]), PIXELS)
+    assert len(deltas[5]["frames"]) == 2
+
+
+@pytest.mark.parametrize("form", ["multipart", "json"])
+async def test_form_and_json_make_the_same_task(kit, form):
+    service = kit.Service(kit.HELLO)
+    sound = io.BytesIO()
+    soundfile.write(sound, np.zeros(8), 16_000, format="WAV")
+    files = [("a.png", png_file(), "image/png"), ("b.wav", sound.getvalue(), "audio/wav"), ("c.bin", b"xyz", "x/y")]
+    async with kit.client(service) as client:
+        if form == "multipart":
+            fields = {
+                "model": "tiny",
+                "text": "look",
+                "output_modalities": "text, audio",
+                "model_kwargs": '{"steps": 3, "seed": 1}',
+                "session": "s1",
+                "stop": ["x", "y"],
+            }
+            reply = await client.post("/generate", data=fields, files=[("files", file) for file in files])
+        else:
+            body = {
+                "model": "tiny",
+                "text": "look",
+                "output_modalities": ["text", "audio"],
+                "model_kwargs": {"steps": 3, "seed": 1},
+                "session": "s1",
+                "stop": ["x", "y"],
+                "files": [
+                    {"name": name, "data": base64.b64encode(data).decode(), "media_type": media_type}
+                    for name, data, media_type in files
+                ],
+            }
+            reply = await client.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    (task,) = service.tasks
+    assert (task.text, task.want, task.session, task.stop) == ("look", ("text", "audio"), "s1", ("x", "y"))
+    assert (task.knobs.steps, task.knobs.seed, task.knobs.model_fields_set) == (3, 1, {"steps", "seed"})
+    image, audio, other = task.parts
+    assert isinstance(image, Image)
+    assert isinstance(audio, Audio)
+    assert other == File(b"xyz", "c.bin", "x/y")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"txt": "x"}, "txt", "did you mean 'text'"),
+        ({"text": 3}, "text", "string"),
+        ({"streaming": "yes"}, "streaming", "boolean"),
+        ({"stop": 3}, "stop", "string"),
+        ({"output_modalities": ["txt"]}, "output_modalities", "did you mean 'text'"),
+        ({"model_kwargs": {"steps": 0}}, "model_kwargs.steps", "nearest valid value is 1"),
+        ({"model_kwargs": {"stepps": 1}}, "model_kwargs.stepps", "did you mean 'steps'"),
+        ({"model_kwargs": []}, "model_kwargs", "dictionary"),
+        ({"files": [{"data": "@@"}]}, "files[0].data", "base64"),
+        ({"files": [{"data": "data:image/png;base64,iVBORw=="}]}, "files[0]", "image"),
+        ({"text": "x" * 101}, "text", "limit of 100"),
+        ({"files": [{"data": ""}] * 3}, "files", "limit of 2"),
+    ],
+)
+async def test_a_bad_field_is_named(kit, body, param, said):
+    async with kit.client(kit.Service(kit.HELLO), max_text_chars=100, max_files=2) as client:
+        reply = await client.post("/generate", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert said in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        ({"model_kwargs": "{"}, "model_kwargs"),
+        ({"model_kwargs": "[]"}, "model_kwargs"),
+        ({"streaming": "maybe"}, "streaming"),
+        ({"text": ["a", "b"]}, "text"),
+        ({"files": "not a file"}, "files"),
+        ({"texxt": "a"}, "texxt"),
+    ],
+)
+async def test_a_bad_form_field_is_named(kit, data, param):
+    async with kit.client(kit.Service(kit.HELLO)) as client:
+        reply = await client.post("/generate", data=data)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_large_kwargs_too_many_files_and_other_media_types(kit):
+    async with kit.client(kit.Service(kit.HELLO), max_kwargs_bytes=50, max_files=1) as client:
+        large = json.dumps({"x": "y" * 60})
+        for reply in (
+            await client.post("/generate", data={"model_kwargs": large}),
+            await client.post("/generate", json={"model_kwargs": json.loads(large)}),
+        ):
+            assert (reply.status_code, reply.json()["error"]["param"]) == (413, "model_kwargs")
+        for count in (2, 5):
+            files = [("files", ("a", b"x"))] * count
+            assert (await client.post("/generate", files=files)).status_code == 400
+        other = await client.post("/generate", content=b"x", headers={"content-type": "text/plain"})
+        assert other.status_code == 415
+        broken = await client.post("/generate", content=b"{", headers={"content-type": "application/json"})
+        assert broken.json()["error"]["code"] == "invalid_json"
+
+
+async def test_a_modality_that_the_model_does_not_take(kit):
+    async with kit.client(kit.Service(kit.HELLO, inputs=("text",))) as client:
+        reply = await client.post("/generate", files=[("files", ("a.png", png_file()))])
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "unsupported_modality"
+
+
+async def test_the_model_must_be_named_when_there_are_two(kit):
+    async with kit.client(kit.Service(kit.HELLO), kit.Service(kit.HELLO, key="other")) as client:
+        reply = await client.post("/generate", json={"text": "x"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+        assert (await client.post("/generate", json={"text": "x", "model": "other"})).status_code == 200
+
+
+async def test_errors_before_and_after_the_first_line(kit):
+    service = kit.Service([RequestError("no", code="nope", status=422)])
+    async with kit.client(service) as client:
+        early = await client.post("/generate", json={"streaming": True})
+        service.script = [TextDelta("a", (1,)), RequestError("no", code="nope")]
+        late = await client.post("/generate", json={"streaming": True})
+        whole = await client.post("/generate", json={})
+    assert (early.status_code, early.json()["error"]["code"]) == (422, "nope")
+    last = json.loads(late.text.splitlines()[-1])
+    assert (late.status_code, last["type"], last["error"]["code"]) == (200, "error", "nope")
+    assert whole.status_code == 400
