@@ -118,7 +118,7 @@ def test_a_queue_of_none_still_lets_a_request_through():
 )
 def test_retry_after_follows_the_completion_rate(seconds_apart, advice):
     s = scheduler(max_queue=20)
-    submit(s, *(f"r{i}" for i in range(10)))
+    submit(s, *(f"r{i}" for i in range(11)))
     started(s)
     for i in range(10):
         s.next(i * seconds_apart)
@@ -131,7 +131,7 @@ def test_retry_after_follows_the_completion_rate(seconds_apart, advice):
 
 def test_retry_after_grows_while_nothing_ends():
     s = scheduler(max_queue=20)
-    submit(s, "a", "b")
+    submit(s, "a", "b", "runs on")
     started(s)
     for i, name in enumerate("ab"):
         s.next(float(i))
@@ -140,6 +140,20 @@ def test_retry_after_grows_while_nothing_ends():
     with pytest.raises(TooBusy) as refused:
         s.submit(Ticket("late", arrival=4.0))
     assert refused.value.retry_after == pytest.approx(40.0)  # one end in 4 s, 10 to go
+
+
+def test_an_idle_hour_is_not_taken_for_slowness():
+    s = scheduler(max_queue=20)
+    submit(s, "a", "b")
+    started(s)
+    for i, name in enumerate("ab"):
+        s.next(float(i))
+        s.forget(name)
+    for n in range(20):
+        s.submit(Ticket(f"w{n}", arrival=3600.0))
+    with pytest.raises(TooBusy) as refused:
+        s.submit(Ticket("late", arrival=3600.0))
+    assert refused.value.retry_after == AdmissionQueue.MIN_RETRY
 
 
 def test_forget_returns_the_ticket_only_while_it_waits():

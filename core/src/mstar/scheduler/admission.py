@@ -24,6 +24,10 @@ class CompletionRate:
     def record(self, now: float) -> None:
         self._ends.append(now)
 
+    def restart(self) -> None:
+        """Forget what was measured: an idle time says nothing about how fast requests end."""
+        self._ends.clear()
+
     def at(self, now: float) -> float | None:
         """Requests per second up to *now*; ``None`` before two of them have ended. Falls while nothing ends."""
         if len(self._ends) < 2:

@@ -66,6 +66,8 @@ class DefaultScheduler(Scheduler):
 
     def submit(self, ticket: Ticket) -> None:
         self._now = max(self._now, ticket.arrival)
+        if not (self._running or self._queue):
+            self._rate.restart()
         self._queue.push(ticket, self._rate.at(self._now))
 
     def start(self, admit: Callable[[Ticket], bool]) -> Sequence[Ticket]:
