@@ -44,7 +44,8 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def nothing_runs(service: Service) -> None:
     async def idle() -> bool:
-        return (await service.status())["running"] == []
+        running: list[str] = (await service.status())["running"]
+        return not running
 
     await until(idle)
 
@@ -133,10 +134,13 @@ async def leave_by_aclose(answer: Answer) -> None:
 
 
 async def leave_by_exception(answer: Answer) -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def consume() -> None:
         async with answer:
             async for _ in answer:
                 raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await consume()
 
 
 @pytest.mark.parametrize("leave", [leave_by_aclose, leave_by_exception])
@@ -229,7 +233,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_readiness() -> None:
             with pytest.raises(NotReady) as caught:
                 await text(answer)
             assert (caught.value.code, caught.value.status) == ("worker_died", 503)
-        with pytest.raises(NotReady, match="exit status 7|starting"):
+        with pytest.raises(NotReady, match=r"exit status 7|starting"):
             await service.generate(counting())
         await until(lambda: _is_ready(service))
         assert await text(await service.generate(counting(1))) == "0 "
