@@ -15,8 +15,9 @@ __all__ = ["Executor", "Phase", "WorkerConfig"]
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a worker stands. *name*: ``starting``, ``weights``, ``warmup``, ``ready``, ``draining``, ``failed``, ``stopped``.
+    """Where a worker stands.
 
+    :param name: ``starting``, ``weights``, ``warmup``, ``ready``, ``draining``, ``failed`` or ``stopped``.
     :param progress: 0…1 within the phase, or ``None``. :param detail: a sentence for people.
     """
 
@@ -59,7 +60,7 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     async def start(self) -> None:
-        """Start and return when the worker is ready. Raises :class:`~mstar.spec.errors.SetupError` when it cannot be."""
+        """Start; return when the worker is ready. Raises :class:`~mstar.spec.errors.SetupError` when it cannot be."""
 
     @abc.abstractmethod
     def submit(self, request: EngineRequest) -> None: ...

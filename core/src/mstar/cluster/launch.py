@@ -195,11 +195,11 @@ class Child:
         except zmq.Again:
             self._codec.discard()  # no peer any more: `exited` will say so
         # Sending may consume the descriptor's edge that announces a message.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read_reports)
 
     def _read_reports(self) -> None:
-        """Deliver what has come. The descriptor is edge-triggered: read until nothing is left, in this turn or the next."""
+        """Deliver what has come. The descriptor is edge-triggered: read all, in this turn or the next."""
         for _ in range(_FRAMES_A_TURN):
             if not self._open:
                 return  # closed by what was just delivered

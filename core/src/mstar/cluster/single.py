@@ -75,7 +75,8 @@ class SingleWorkerExecutor(Executor):
         answer = self._questions[number] = self._event_loop.create_future()
         self._queue(AskStatus(number=number))
         try:
-            return await answer
+            status: Mapping[str, Any] = await answer
+            return status
         finally:
             self._questions.pop(number, None)
 

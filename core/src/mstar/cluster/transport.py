@@ -137,7 +137,7 @@ class Codec(Generic[M]):
         shape = array.shape
         array = np.ascontiguousarray(array)
         if array.nbytes >= SHARED_BYTES and self._arena is not None:
-            name = self._arena.write(memoryview(array.reshape(-1)).cast("B"))
+            name = self._arena.write(array.reshape(-1).data.cast("B"))
             if name is not None:
                 self._stored.append(name)
                 return msgpack.Ext(_SHARED, msgpack.encode((array.dtype.str, shape, name)))

@@ -16,7 +16,7 @@ from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
 __all__ = ["Acks", "Answer", "request_error"]
 
 _ACK_DELAY_S = 0.002
-"""How long acks are collected: less than a step takes, so that they cost one message a step, for all requests together."""
+"""How long acks are collected: less than a step takes, so that all requests' acks together cost one message a step."""
 
 
 def request_error(failed: Failed) -> RequestError:
@@ -57,9 +57,9 @@ class Answer:
     """Iterate it for the deltas of one request; made by :meth:`mstar.runtime.service.Service.generate`.
 
     The iterator raises :class:`~mstar.spec.errors.RequestError` (:class:`TooBusy <mstar.spec.errors.TooBusy>`,
-    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails. A request whose answer nobody holds any more,
-    or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled (by a
-    timeout) loses nothing.
+    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails. A request whose answer nobody holds any
+    more, or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled
+    (by a timeout) loses nothing.
 
     :ivar id: the request's id. :ivar prompt_tokens: tokens of the prompt.
     :ivar completion_tokens: tokens generated so far, those held back for a stop string included.
@@ -140,7 +140,7 @@ class Answer:
             self._executor.push(push)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """End the request within one step; the iterator then ends with that finish reason. Nothing, once it has ended."""
+        """End the request within one step, with that finish reason. Does nothing once it has ended."""
         if not self._ended:
             self._executor.cancel(Cancel(id=self.id, reason=reason))
 

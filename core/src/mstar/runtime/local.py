@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Local", "load"]
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Task)
 
 Messages = str | Sequence[Message | Mapping[str, Any]]
 """A user's text, or a conversation: :class:`~mstar.spec.tasks.Message` objects, or ``{"role": …, "content": text}``."""
@@ -148,9 +151,7 @@ class Local:
             return _texts(self._stream(task))
         return self._run(self._collect(task)).text
 
-    async def achat(
-        self, messages: Messages, *, stream: bool = False, **knobs: Any
-    ) -> str | AsyncIterator[str]:
+    async def achat(self, messages: Messages, *, stream: bool = False, **knobs: Any) -> str | AsyncIterator[str]:
         """:meth:`chat` for a running event loop; with *stream*, ``async for text in await model.achat(…)``."""
         task = self._chat_task(messages, knobs)
         if stream:
@@ -161,7 +162,7 @@ class Local:
         turns = [Message("user", (Text(messages),))] if isinstance(messages, str) else [_message(m) for m in messages]
         return self._task(ChatTask, {"messages": tuple(turns)}, knobs)
 
-    # --- everything else -----------------------------------------------------------------------------------------------
+    # --- everything else ---------------------------------------------------------------------------------------------
 
     @overload
     def generate(
@@ -191,12 +192,14 @@ class Local:
     def _generate_task(self, text: str, parts: Sequence[Part], knobs: dict[str, Any]) -> GenerateTask:
         return self._task(GenerateTask, {"text": text, "parts": tuple(parts)}, knobs)
 
-    # --- between the caller's thread and the loop's ----------------------------------------------------------------------
+    # --- between the caller's thread and the loop's ------------------------------------------------------------------
 
-    def _task(self, kind: type[T], content: dict[str, Any], options: dict[str, Any]) -> T:
+    def _task(self, kind: Callable[..., K], content: dict[str, Any], options: dict[str, Any]) -> K:
         """A task of *kind*: options that are its fields go there, the others are knobs."""
-        fields = {name: options.pop(name) for name in Task.__dataclass_fields__ | kind.__dataclass_fields__ if name in options}
-        return kind(**content, **fields, knobs=validate_knobs(self.spec.knobs, options))
+        own = set(inspect.signature(kind).parameters) - {"knobs"}
+        fields = {name: value for name, value in options.items() if name in own}
+        knobs = {name: value for name, value in options.items() if name not in own}
+        return kind(**content, **fields, knobs=validate_knobs(self.spec.knobs, knobs))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of *work*, run on the background loop."""
@@ -210,7 +213,7 @@ class Local:
     async def _arun(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._submit(work))
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
             work.close()
             raise RequestError(f"the model {self.spec.key!r} has been closed", code="closed", status=503)

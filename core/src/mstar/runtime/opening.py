@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mstar.cluster.base import WorkerConfig
-from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
@@ -62,7 +62,7 @@ def prepare_config(
 
 
 def read_deployment(text: str, where: str) -> dict[str, Any]:
-    """One layer of a deployment from YAML *text*. *where* names it in errors. Its keys are checked when it is merged."""
+    """One layer of a deployment from YAML *text*. *where* names it in errors. Keys are checked when it is merged."""
     try:
         layer = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -23,7 +23,7 @@ D = TypeVar("D", bound=Delta)
 class Result:
     """All that one request produced.
 
-    :param outputs: what came on each stream, joined: a stream's text, its audio, its video. Images and arrays are apart.
+    :param outputs: what came on each stream, joined: its text, audio, video. Images and arrays stay apart.
     :param tokens: ids of the generated tokens of all text. :param finish_reason: why the answer ended.
     """
 

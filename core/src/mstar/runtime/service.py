@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.runtime.answer import Acks, Answer
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mstar.settings import Settings
 
 __all__ = ["Service", "open_service"]
+
+T = TypeVar("T")
 
 _ENDS = (Done, Failed)
 
@@ -176,7 +178,7 @@ class Service:
     async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
         return await self._in_thread(self.processor.push, stream, part, request_id, end)
 
-    async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     # --- from the executor -------------------------------------------------------------------------------------------

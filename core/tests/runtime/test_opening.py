@@ -1,0 +1,88 @@
+"""Opening a model: which layer of the deployment wins, and where weights come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import SPEC, FakeRegistry
+
+from mstar.runtime.service import open_service
+from mstar.settings import Settings
+from mstar.spec.errors import SetupError, WeightsError
+from mstar.spec.model import ModelSpec, WeightsRef
+from mstar.weights.sources import PathSource
+
+
+class OneModel(FakeRegistry):
+    def __init__(self, spec: ModelSpec):
+        self._spec = spec
+
+    def model(self, key: str) -> ModelSpec:
+        return self._spec
+
+    def weight_source(self, name: str) -> Any:
+        return {"path": PathSource}[name]
+
+
+def opened(spec: ModelSpec, tmp_path: Path, overrides: dict[str, Any] | None = None, file: str | None = None) -> Any:
+    config = None
+    if file is not None:
+        config = tmp_path / "deployment.yaml"
+        config.write_text(file)
+    registry: Any = OneModel(spec)
+    settings = Settings(cache=tmp_path, extra_plugins=("json",))
+    return open_service(spec.key, settings, overrides or {}, registry, config=config, say=lambda sentence: None).config
+
+
+def with_defaults(**deployment: Any) -> ModelSpec:
+    return dataclasses.replace(SPEC, deployment={"executor": "inline", **deployment})
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_package(tmp_path: Path) -> None:
+    spec = with_defaults(max_concurrent_requests=1, max_sessions=1, session_ttl_s=1.0)
+    file = "max_sessions: 2\nsession_ttl_s: 2\nengine: {threads: 2}\n"
+    config = opened(spec, tmp_path, {"session_ttl_s": 3.0, "device": None}, file)
+    deployment = config.deployment
+    assert (deployment.max_concurrent_requests, deployment.max_sessions, deployment.session_ttl_s) == (1, 2, 3.0)
+    assert (deployment.engine.threads, deployment.device) == (2, None)
+    assert (config.weights, config.extra_plugins) == (None, ("json",))
+
+
+def test_the_packages_defaults_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a_family"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "default.yaml").write_text("executor: inline\nmax_sessions: 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = opened(dataclasses.replace(SPEC, deployment="a_family:default.yaml"), tmp_path)
+    assert config.deployment.max_sessions == 5
+    with pytest.raises(SetupError, match=r"a_family:other\.yaml.*cannot be read"):
+        opened(dataclasses.replace(SPEC, deployment="a_family:other.yaml"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        ("max_sesions: 2", r"did you mean 'max_sessions'"),
+        ("- 1", r"must be a mapping"),
+        ("a: [", r"is not valid YAML"),
+        ("model: other", r"is the deployment of 'other', not of 'fake'"),
+    ],
+)
+def test_a_faulty_file_is_named(file: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=fault):
+        opened(with_defaults(), tmp_path, file=file)
+
+
+def test_weights_come_from_the_specs_place_or_the_operators(tmp_path: Path) -> None:
+    for name in ("published", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    spec = dataclasses.replace(with_defaults(), weights=(WeightsRef("path", str(tmp_path / "published")),))
+    assert opened(spec, tmp_path).weights == str(tmp_path / "published")
+    assert opened(spec, tmp_path, {"weights": str(tmp_path / "mine")}).weights == str(tmp_path / "mine")
+    with pytest.raises(WeightsError, match=r"no weights for 'fake'"):
+        opened(spec, tmp_path, {"weights": str(tmp_path / "missing")})

@@ -1,0 +1,294 @@
+"""From task to deltas, over a scripted worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import SPEC, FakeRegistry, counting, fake_config, live
+
+from mstar.runtime.answer import Answer
+from mstar.runtime.service import Service
+from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.processor import ArrayDelta, TextDelta
+
+
+def build(**layer: Any) -> Service:
+    return Service(SPEC, fake_config(**layer), FakeRegistry())  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running(**layer: Any) -> AsyncIterator[Service]:
+    service = build(**layer)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+
+
+async def text(answer: Answer) -> str:
+    return "".join([delta.text async for delta in answer if isinstance(delta, TextDelta)])
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.001)
+
+
+async def nothing_runs(service: Service) -> None:
+    async def idle() -> bool:
+        running: list[str] = (await service.status())["running"]
+        return not running
+
+    await until(idle)
+
+
+@pytest.mark.parametrize("executor", ["inline", "processes"])
+async def test_an_answer_from_start_to_end(executor: str) -> None:
+    async with running(executor=executor) as service:
+        answer = await service.generate(counting(5), "mine")
+        assert (answer.id, answer.prompt_tokens, answer.finish_reason, answer.usage) == ("mine", 7, None, None)
+        deltas = [delta async for delta in answer]
+        assert deltas == [TextDelta("0 1 ", (0, 1)), TextDelta("2 3 ", (2, 3)), TextDelta("4 ", (4,))]
+        assert (answer.finish_reason, answer.completion_tokens) == ("stop", 5)
+        assert answer.usage is not None
+        assert answer.usage.output == {"tokens": 5}
+        assert [delta async for delta in answer] == []
+
+
+async def test_answers_do_not_mix() -> None:
+    async with running() as service:
+        answers = await asyncio.gather(*(service.generate(counting(n)) for n in range(20)))
+        texts = await asyncio.gather(*(text(answer) for answer in answers))
+        assert texts == ["".join(f"{i} " for i in range(n)) for n in range(20)]
+
+
+async def test_take_joins_what_is_there() -> None:
+    async with running() as service:
+        answer = await service.generate(counting(100))
+        await nothing_runs(service)  # all of it has arrived
+        deltas = await answer.take()
+        assert len(deltas) == 50
+        assert await answer.take() == []
+        assert answer.finish_reason == "stop"
+
+
+async def test_first_waits_and_loses_nothing() -> None:
+    async with running() as service:
+        answer = await service.generate(counting(4))
+        await answer.first()
+        assert await text(answer) == "0 1 2 3 "
+
+
+async def test_a_read_that_times_out_loses_nothing() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(answer), 0.01)
+        await answer.push("in", np.arange(2), end=True)
+        (delta,) = [delta async for delta in answer]
+        assert isinstance(delta, ArrayDelta)
+        assert list(delta.data) == [0, 1]
+
+
+async def test_a_client_that_does_not_read_slows_its_request() -> None:
+    async with running(model_kwargs={"window": 4}) as service:
+        slow = await service.generate(counting(50), "slow")
+        assert await text(await service.generate(counting(50))) != ""  # the other one is not held up
+        assert (await service.status())["sent"] == {"slow": 4}
+        assert (await text(slow)).split() == [str(i) for i in range(50)]
+
+
+async def test_a_stop_string_ends_the_answer_and_the_request() -> None:
+    async with running(model_kwargs={"window": 8}) as service:
+        answer = await service.generate(counting(10_000, stop=("5",)), "a")
+        assert await text(answer) == "0 1 2 3 4 "  # what was held back comes, the stop string does not
+        assert answer.finish_reason == "stop"
+        assert answer.completion_tokens == 6
+        assert answer.usage is not None
+        assert answer.usage.output == {"tokens": 6}
+        await nothing_runs(service)
+        assert "cancel a stop" in (await service.status())["log"]
+
+
+async def test_cancel_ends_with_its_reason() -> None:
+    async with running(model_kwargs={"window": 2}) as service:
+        answer = await service.generate(counting(1000))
+        await answer.first()
+        answer.cancel("cancelled")
+        await text(answer)
+        assert answer.finish_reason == "cancelled"
+        answer.cancel()  # harmless
+
+
+async def leave_by_aclose(answer: Answer) -> None:
+    await answer.aclose()
+    assert [delta async for delta in answer] == []
+
+
+async def leave_by_exception(answer: Answer) -> None:
+    async def consume() -> None:
+        async with answer:
+            async for _ in answer:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await consume()
+
+
+@pytest.mark.parametrize("leave", [leave_by_aclose, leave_by_exception])
+async def test_leaving_early_cancels(leave: Callable[[Answer], Awaitable[None]]) -> None:
+    async with running(model_kwargs={"window": 2}) as service:
+        await leave(await service.generate(counting(1000), "a"))
+        await nothing_runs(service)
+        assert "cancel a cancelled" in (await service.status())["log"]
+
+
+async def test_an_answer_that_nobody_holds_is_cancelled() -> None:
+    async with running(model_kwargs={"window": 2}) as service:
+        answer = await service.generate(counting(1000), "a")
+        async for _ in answer:
+            break
+        del answer
+        gc.collect()
+        await nothing_runs(service)
+        assert "cancel a cancelled" in (await service.status())["log"]
+
+
+async def test_a_full_queue_is_too_busy_before_the_first_delta() -> None:
+    async with running(model_kwargs={"window": 1, "limit": 1}) as service:
+        holder = await service.generate(counting(100))
+        await holder.first()
+        refused = await service.generate(counting(1))
+        with pytest.raises(TooBusy) as caught:
+            await refused.first()
+        assert (caught.value.status, caught.value.code, caught.value.retry_after) == (429, "queue_full", 3.0)
+        await holder.aclose()
+
+
+async def test_more_requests_than_can_wait_are_refused_at_once() -> None:
+    async with running(max_concurrent_requests=1, scheduler={"max_queue": 1}) as service:
+        held = [await service.generate(live()) for _ in range(2)]
+        with pytest.raises(TooBusy):
+            await service.generate(counting())
+        await held[0].aclose()
+        await until(lambda: _accepts(service))
+
+
+async def _accepts(service: Service) -> bool:
+    try:
+        await text(await service.generate(counting()))
+    except TooBusy:
+        return False
+    return True
+
+
+async def test_a_refusal_of_the_processor_reaches_the_caller() -> None:
+    async with running() as service:
+        with pytest.raises(RequestError, match="no such voice") as caught:
+            await service.generate(counting(misbehave="refuse"), "a")
+        assert caught.value.param == "voice"
+        assert await text(await service.generate(counting(1), "a")) == "0 "  # the id is free again
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    async with running() as service:
+        first = await service.generate(live(), "a")
+        with pytest.raises(RequestError, match="'a' is in use"):
+            await service.generate(counting(), "a")
+        await first.aclose()
+
+
+async def test_a_renderer_that_fails_ends_the_request() -> None:
+    async with running(model_kwargs={"window": 2}) as service:
+        answer = await service.generate(counting(1000, "render"))
+        with pytest.raises(ValueError, match="cannot spell"):
+            await text(answer)
+        await nothing_runs(service)
+
+
+async def test_pushes_keep_their_order_and_end_with_the_request() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        pushes = [answer.push("in", np.full(3, i), end=i == 9) for i in range(10)]
+        await asyncio.gather(*pushes)
+        assert [int(delta.data[0]) async for delta in answer if isinstance(delta, ArrayDelta)] == list(range(10))
+        with pytest.raises(RequestError, match="has ended"):
+            await answer.push("in", np.zeros(3))
+
+
+async def test_a_worker_that_dies_fails_its_requests_and_readiness() -> None:
+    async with running(executor="processes", model_kwargs={"window": 1}) as service:
+        running_on = await service.generate(counting(1000))
+        await running_on.first()
+        killer = await service.generate(counting(misbehave="exit"))
+        for answer in (running_on, killer):
+            with pytest.raises(NotReady) as caught:
+                await text(answer)
+            assert (caught.value.code, caught.value.status) == ("worker_died", 503)
+        with pytest.raises(NotReady, match=r"exit status 7|starting"):
+            await service.generate(counting())
+        await until(lambda: _is_ready(service))
+        assert await text(await service.generate(counting(1))) == "0 "
+
+
+async def _is_ready(service: Service) -> bool:
+    return service.phase.name == "ready"
+
+
+async def test_a_service_is_not_ready_before_its_start_and_after_its_stop() -> None:
+    service = build()
+    with pytest.raises(NotReady, match="starting"):
+        await service.generate(counting())
+    await service.start()
+    assert service.phase.name == "ready"
+    await service.stop()
+    with pytest.raises(NotReady, match="stopped"):
+        await service.generate(counting())
+
+
+async def test_stop_fails_what_runs() -> None:
+    async with running(model_kwargs={"window": 1}) as service:
+        answer = await service.generate(counting(1000))
+        await answer.first()
+        reading = asyncio.ensure_future(text(answer))
+        await service.stop()
+        with pytest.raises(NotReady) as caught:
+            await reading
+        assert caught.value.code == "shutting_down"
+
+
+async def test_drain_refuses_new_requests_and_waits_for_the_running_ones() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        assert await service.drain(0.01) is False
+        assert service.phase.name == "draining"
+        with pytest.raises(NotReady, match="draining"):
+            await service.generate(counting())
+        draining = asyncio.ensure_future(service.drain(10))
+        await answer.push("in", None, end=True)
+        assert await draining is True
+        assert [delta async for delta in answer] == []
+
+
+async def test_two_services_at_once() -> None:
+    async with running() as one, running(executor="processes") as two:
+        answers = [await service.generate(counting(9), "same") for service in (one, two)]
+        assert await asyncio.gather(*map(text, answers)) == ["0 1 2 3 4 5 6 7 8 "] * 2
+
+
+@pytest.mark.parametrize("options", [{"setup_error": "no room for it"}, {"bad_tokenizer": "tokenizer.json"}])
+async def test_a_start_that_fails_says_why_and_leaves_nothing(options: dict[str, str]) -> None:
+    service = build(model_kwargs=options)
+    (sentence,) = options.values()
+    with pytest.raises(SetupError, match=sentence):
+        await service.start()
+    assert service.phase.name == "failed"
+    assert sentence in service.phase.detail
