@@ -24,7 +24,7 @@ from mstar.resources.attention.memory import KVMemory
 __all__ = ["TorchAttention"]
 
 _CPU_SCRATCH_BYTES = 1 << 21
-"""What one gather should stay below on the CPU: about a core's second-level cache. Measured best of 0.5 to 4 MiB."""
+"""What one gather should stay below on the CPU: about a core's second-level cache. Measured best of 1, 2 and 4 MiB."""
 _GPU_SCRATCH_BYTES = 1 << 28
 """On a GPU fewer, larger calls win; this bounds the scratch memory."""
 
