@@ -222,7 +222,7 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
         limit = f"memory budget{budget}" if spec.tokens is None else f"tokens={spec.tokens}"
         needed = f"{context_pages} pages of {size} tokens ({context_pages * size * token_bytes / 2**20:.1f} MiB)"
         raise SetupError(
-            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds {pages} "
-            f"pages within its {limit}; lower max_tokens or give it more"
+            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
+            f"{pages} pages within its {limit}; lower max_tokens or give it more"
         )
     return pages

@@ -14,7 +14,7 @@ from mstar.resources.attention.base import KVBatch
 
 __all__ = ["Group", "Layout", "build_layout"]
 
-_Ints = npt.NDArray[np.int64]
+_Ints = npt.NDArray[np.integer]
 
 _SHORT = 8
 """Rows of up to this many queries share a call with rows of the same length; longer ones are work enough alone."""
@@ -177,14 +177,16 @@ class _Builder:
         np.add(pairs[0], self.memory_tokens, out=pairs[1])
         return torch.from_numpy(pairs.reshape(-1)).to(self.device), None
 
-    def _first_places(self, rows: _Ints, context: int) -> npt.NDArray[np.integer]:
+    def _first_places(self, rows: _Ints, context: int) -> _Ints:
         """Places of the *context* tokens from each row's low on; those past a row's count mean nothing."""
         batch, size = self.batch, self.batch.page_size
         if not self.lows[rows].any():  # whole pages from the first on: no division per token
-            pages = batch.tables[rows, : -(-context // size)]
-            return (pages[:, :, None] * size + np.arange(size, dtype=np.int32)).reshape(len(rows), -1)[:, :context]
+            pages = batch.tables[rows, : -(-context // size)][:, :, None]
+            first = np.add(pages * size, np.arange(size, dtype=np.int32)).reshape(len(rows), -1)
+            return first[:, :context]
         tokens = self.lows[rows, None] + np.minimum(np.arange(context), self.counts[rows, None] - 1)
-        return batch.tables[rows[:, None], tokens // size] * size + tokens % size
+        places: _Ints = batch.tables[rows[:, None], tokens // size] * size + tokens % size
+        return places
 
     def _allowed(self, rows: _Ints, queries: int, context: int, beside: bool) -> npt.NDArray[np.bool_]:
         """Which key each query sees, ``[rows, queries, keys]`` or a shape that broadcasts to it."""

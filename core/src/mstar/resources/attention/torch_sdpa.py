@@ -24,7 +24,7 @@ from mstar.resources.attention.memory import KVMemory
 __all__ = ["TorchAttention"]
 
 _CPU_SCRATCH_BYTES = 1 << 21
-"""What one gather should stay below on the CPU: about a core's second-level cache. Measured best of 0.5 to 4 MiB."""
+"""What one gather should stay below on the CPU: about a core's second-level cache. Measured best of 1, 2 and 4 MiB."""
 _GPU_SCRATCH_BYTES = 1 << 28
 """On a GPU fewer, larger calls win; this bounds the scratch memory."""
 
@@ -126,10 +126,7 @@ class _TorchKVPlan(KVPlan):
                 return keys, values
         assert k is not None
         assert v is not None
-        own_k, own_v = (
-            k[group.begin : group.end].unflatten(0, (rows, -1)),
-            v[group.begin : group.end].unflatten(0, (rows, -1)),
-        )
+        own_k, own_v = k[group.begin : group.end].view(shape), v[group.begin : group.end].view(shape)
         if not group.context:
             return own_k, own_v
         return torch.cat((keys, own_k), 1), torch.cat((values, own_v), 1)
@@ -217,16 +214,17 @@ class _TorchRaggedPlan(RaggedPlan):
 def _segments(q: Tensor, k: Tensor, v: Tensor, count: int, causal: bool, scale: float | None) -> Tensor:
     """Attention within *count* segments of equal length."""
     length, heads, dim, kv_heads = q.shape[0] // count, q.shape[1], q.shape[2], k.shape[1]
+    ks, vs = k.view(count, length, kv_heads, dim), v.view(count, length, kv_heads, dim)
     if heads == kv_heads:
-        per_segment = (t.unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(*per_segment, is_causal=causal, scale=scale)
+        qs = q.view(count, length, heads, dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(qs, ks.transpose(1, 2), vs.transpose(1, 2), None, 0.0, causal, scale=scale)
         return out.transpose(1, 2).reshape(count * length, heads, dim)
     group = Group(0, length, count, length, 0, None, None, True, None, False)
     if not causal:
-        return _group_attention(q, k.unflatten(0, (count, length)), v.unflatten(0, (count, length)), group, scale, None)
+        return _group_attention(q, ks, vs, group, scale, None)
     group.rows, group.square = 1, length > 1
-    parts = [
-        _group_attention(qs, ks[None], vs[None], group, scale, None)
-        for qs, ks, vs in zip(q.split(length), k.split(length), v.split(length), strict=True)
-    ]
+    parts = []
+    for i in range(count):
+        own = q[i * length : (i + 1) * length]
+        parts.append(_group_attention(own, ks[i : i + 1], vs[i : i + 1], group, scale, None))
     return torch.cat(parts)
