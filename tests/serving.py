@@ -1,4 +1,5 @@
-"""A real server on loopback, in a thread of the test process: sockets, uvicorn, services and workers are the real ones."""
+"""A real server on loopback, in a thread of the test process: sockets, uvicorn, services and workers are the real
+ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """M*: one runtime for every kind of generative multimodal model.
 
-``mstar.load("smollm2")`` gives a model to talk to from Python; ``mstar serve smollm2`` serves it. Importing this package
-is cheap: nothing here imports torch.
+``mstar.load("smollm2")`` gives a model to talk to from Python; ``mstar serve smollm2`` serves it. Importing this
+package is cheap: nothing here imports torch.
 """
 
 from __future__ import annotations

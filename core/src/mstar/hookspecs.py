@@ -32,7 +32,8 @@ def mstar_models() -> Sequence[ModelSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def mstar_resources() -> dict[str, str]:  # type: ignore[empty-body]
-    """Resource kinds: ``{kind: "module:Class"}`` of :class:`mstar.resources.base.Resource` subclasses. Called in workers."""
+    """Resource kinds: ``{kind: "module:Class"}`` of :class:`mstar.resources.base.Resource` subclasses. Called in
+    workers."""
 
 
 @hookspec
@@ -53,8 +54,8 @@ def mstar_schedulers() -> dict[str, str]:  # type: ignore[empty-body]
 
 @hookspec
 def mstar_executors() -> dict[str, str]:  # type: ignore[empty-body]
-    """How workers are started and reached: ``{name: "module:Class"}`` of :class:`mstar.cluster.base.Executor`. Called in
-    the API process."""
+    """How workers are started and reached: ``{name: "module:Class"}`` of :class:`mstar.cluster.base.Executor`. Called
+    in the API process."""
 
 
 @hookspec
@@ -71,8 +72,8 @@ def mstar_api(registry: Registry) -> Sequence[Any]:  # type: ignore[empty-body]
 
 @hookspec
 def mstar_openai(spec: ModelSpec) -> dict[str, str]:  # type: ignore[empty-body]
-    """Adapters from an OpenAI route to a task: ``{ability: "module:Class"}`` for *spec*'s abilities. Called by the server
-    when a model is registered; a family's adapter wins over the server's own for the same ability."""
+    """Adapters from an OpenAI route to a task: ``{ability: "module:Class"}`` for *spec*'s abilities. Called by the
+    server when a model is registered; a family's adapter wins over the server's own for the same ability."""
 
 
 @hookspec

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import EOS, TEMPLATE, byte_level, id_of, sentencepiece, write_folder
 from transformers import PreTrainedTokenizerFast
 
 from mstar.processing.chat import TextProcessor
@@ -21,6 +20,7 @@ from mstar.spec.model import Licence, ModelSpec
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.request import Emit
 from mstar.spec.tasks import Audio, ChatTask, CompletionTask, GenerateTask, Image, Message, Text
+from mstar.testing.tiny_tokenizers import EOS, TEMPLATE, byte_level, id_of, sentencepiece, write_folder
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"é<": 1}}}]
 SPEC = ModelSpec(

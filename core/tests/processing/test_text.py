@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import EOS, byte_level, id_of, sentencepiece
 from tokenizers import Tokenizer
 
 from mstar.processing.text import Decode, Detokenizer, StopStrings, TextRenderer
+from mstar.processing.token_bytes import token_speller
 from mstar.spec.processor import TextDelta
 from mstar.spec.request import Done, Emit, TokenLogprob
+from mstar.testing.tiny_tokenizers import EOS, byte_level, id_of, sentencepiece
 
 BYTES, PIECES = byte_level(), sentencepiece()
 
@@ -185,3 +186,13 @@ def test_stop_tokens_and_other_streams_are_not_shown() -> None:
     assert list(renderer.feed(emit([a], stream="audio"))) == []
     assert list(renderer.feed(emit([a, eos], True))) == []
     assert list(renderer.finish(Done(id="r", reason="stop"))) == []
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_token_bytes_join_to_the_text(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = make()
+    spell = token_speller(tokenizer)
+    text = "Hello there 你好 😀 é"
+    joined = b"".join(spell(i) for i in tokenizer.encode(text, add_special_tokens=False).ids)
+    assert joined.decode().lstrip(" ") == text
+    assert spell(10**6) == b""

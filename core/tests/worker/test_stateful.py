@@ -1,7 +1,7 @@
 """Random arrivals, lengths, cancels, failures, slow clients and full pools (promises P4, P6, P7, P10).
 
-Whatever happens, books balance after every action; at the end every pool is empty, every request has ended exactly once,
-and every answer that came to its end equals the closed form, which is what the request gives alone.
+Whatever happens, books balance after every action; at the end every pool is empty, every request has ended exactly
+once, and every answer that came to its end equals the closed form, which is what the request gives alone.
 """
 
 from __future__ import annotations
@@ -143,4 +143,3 @@ TestOmni = case(OmniMachine, 15)
 TestHybrid = case(HybridMachine, 15)
 TestDenoise = case(DenoiseMachine, 15)
 TestDuplex = case(DuplexMachine, 15)
-

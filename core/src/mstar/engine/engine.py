@@ -1,8 +1,8 @@
 """One step: plan → forward → commit, and what happens when it fails.
 
-``collect`` is the scheduler's; this is the rest of design §6. A step either commits for all of its rows or is rolled back
-for all of them. A failed step of several rows is run again in halves until the rows that fail are alone (promise P7):
-resources are pure until commit, so the others get exactly the result that they would have had.
+``collect`` is the scheduler's; this is the rest of design §6. A step either commits for all of its rows or is rolled
+back for all of them. A failed step of several rows is run again in halves until the rows that fail are alone (promise
+P7): resources are pure until commit, so the others get exactly the result that they would have had.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One request's walk over the graph: its partitions' routes, its values, its streams and the calls that are ready.
 
-The worker calls :meth:`RequestRun.start`, takes :attr:`RequestRun.ready`, runs those calls in whatever batches it likes,
-and hands each result to :meth:`RequestRun.complete`; new ready calls appear until :attr:`RequestRun.finished`.
+The worker calls :meth:`RequestRun.start`, takes :attr:`RequestRun.ready`, runs those calls in whatever batches it
+likes, and hands each result to :meth:`RequestRun.complete`; new ready calls appear until :attr:`RequestRun.finished`.
 """
 
 from __future__ import annotations
@@ -307,7 +307,8 @@ class RequestRun:
 
     # --- readiness ----------------------------------------------------------------------------------------------------
     def _offer(self, partition: _Partition, op: CallOp) -> int | None:
-        """Make *op* ready, or leave it waiting for a stream. Returns where to go on if a stream's end stops its loop."""
+        """Make *op* ready, or leave it waiting for a stream. Returns where to go on if a stream's end stops its
+        loop."""
         if not self._has_room(op):
             self._blocked.append((partition, op))
             return None

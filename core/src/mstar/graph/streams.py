@@ -74,7 +74,8 @@ class InnerStream:
             )
         if limit is None and not self.closed and self._new + count > max(self.spec.capacity, count):
             raise RequestError(
-                f"stream {name!r} holds {self._new} unread items and has room for {self.spec.capacity}; send more slowly",
+                f"stream {name!r} holds {self._new} unread items and has room for {self.spec.capacity}; "
+                "send more slowly",
                 param=name,
                 code="stream_overflow",
             )

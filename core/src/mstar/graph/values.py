@@ -19,7 +19,8 @@ __all__ = ["Ref", "as_tensor", "gather_list", "gather_packed", "gather_stacked",
 
 
 class Ref:
-    """One request's value: a tensor of its own, row *start* of a stacked output, or items *start:stop* of a packed one."""
+    """One request's value: a tensor of its own, row *start* of a stacked output, or items *start:stop* of a packed
+    one."""
 
     __slots__ = ("base", "host", "row", "start", "stop")
 

@@ -42,7 +42,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a walk came to. *reason*: why its outermost loop ended (``done`` without one). *signals*: as lists/scalars."""
+    """What a walk came to. *reason*: why its outermost loop ended (``done`` without one). *signals*: as
+    lists/scalars."""
 
     walk: str
     reason: str
@@ -77,8 +78,8 @@ class Model(abc.ABC):
         :mod:`mstar.weights.loader`); modules of models without weights create their own tensors."""
 
     def weights(self, node: str) -> Any:
-        """The node's :class:`mstar.weights.names.WeightMap`: published tensor names → parameters. ``None``: the node has
-        no published weights."""
+        """The node's :class:`mstar.weights.names.WeightMap`: published tensor names → parameters. ``None``: the node
+        has no published weights."""
         return None
 
     def demand(self, request: EngineRequest) -> Iterable[Demand]:

@@ -91,6 +91,10 @@ class TextProcessor(Processor):
     def renderer(self, task: Task, prepared: Prepared) -> TextRenderer:
         return TextRenderer(self.tokenizer.decode, task.stop, task.include_stop, hidden=prepared.state)
 
+    def token_bytes(self, token: int) -> bytes:
+        """For log-probabilities: the bytes that *token* stands for."""
+        return self.tokenizer.token_bytes(token)
+
     # --- prompts ------------------------------------------------------------------------------------------------------
     def prompt_ids(self, task: Task) -> tuple[list[int], str]:
         """The prompt's ids and the name of the field that it came from."""

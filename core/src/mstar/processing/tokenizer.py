@@ -8,7 +8,7 @@ need neither. A ``tokenizer.json`` holds the whole tokenizer (normaliser, model,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from mstar.processing.token_bytes import token_speller
 from mstar.spec.errors import RequestError, SetupError
 
 __all__ = ["ChatTemplate", "TextTokenizer", "read_json"]
@@ -80,6 +81,11 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """The bytes that a token stands for; see :mod:`mstar.processing.token_bytes`."""
+        return token_speller(self._tokenizer)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

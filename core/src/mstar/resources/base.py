@@ -1,13 +1,14 @@
 """The life of per-request device state.
 
-``reserve`` (admission) → ``open`` → per step ``plan`` → the node uses the view → ``commit`` or ``rollback`` → ``close``.
+``reserve`` (admission) → ``open`` → per step ``plan`` → the node uses the view → ``commit`` or ``rollback`` →
+``close``.
 
-*Owners.* State belongs to an owner: a pair (request id or session key, context name). *Units* are what a resource counts:
-pages, slots.
+*Owners.* State belongs to an owner: a pair (request id or session key, context name). *Units* are what a resource
+counts: pages, slots.
 
 *Purity.* Between ``plan`` and ``commit`` nothing that a repeated ``plan`` + forward would read may change: a KV pool
-writes past the committed length, a recurrent state stages its writes and applies them at ``commit``, a sampler derives its
-randomness from (seed, draws so far). That makes a failed step repeatable with fewer rows (promise P7).
+writes past the committed length, a recurrent state stages its writes and applies them at ``commit``, a sampler derives
+its randomness from (seed, draws so far). That makes a failed step repeatable with fewer rows (promise P7).
 
 This module imports no torch: schedulers and tests use it bare.
 """
@@ -90,7 +91,8 @@ class Resource(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, owner: Owner, units: int) -> bool:
-        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on failure."""
+        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on
+        failure."""
 
     @abc.abstractmethod
     def open(self, owner: Owner, request: EngineRequest) -> None:
@@ -122,7 +124,8 @@ class Resource(abc.ABC):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         """The step failed: forget it."""
 
-    # --- books ----------------------------------------------------------------------------------------------------------
+    # --- books
+    # ----------------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def usage(self) -> Usage: ...
 

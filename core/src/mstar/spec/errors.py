@@ -1,7 +1,8 @@
 """Errors that a person will read.
 
 Every error that M* raises on purpose derives from :class:`MstarError`; what reaches a client derives from
-:class:`RequestError`, which knows its HTTP status and the field at fault. Anything else is a bug and is reported as one.
+:class:`RequestError`, which knows its HTTP status and the field at fault. Anything else is a bug and is reported as
+one.
 """
 
 from __future__ import annotations

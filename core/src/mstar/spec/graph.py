@@ -105,7 +105,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node and its entries. Rows of one entry run in one step whatever walk they come from, so prefill and decode mix."""
+    """A node and its entries. Rows of one entry run in one step whatever walk they come from, so prefill and decode
+    mix."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -158,7 +159,8 @@ class Pull:
 
 @dataclass(frozen=True)
 class Left:
-    """How many items at the head of the call's pulled chunk of *stream* are context delivered before. int64 ``[rows]``."""
+    """How many items at the head of the call's pulled chunk of *stream* are context delivered before. int64
+    ``[rows]``."""
 
     stream: str
 

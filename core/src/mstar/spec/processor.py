@@ -103,7 +103,11 @@ class Renderer(abc.ABC):
 
 
 class Processor(abc.ABC):
-    """A family's API side. Methods are called from a thread pool: they may take time but must be thread-safe."""
+    """A family's API side. Methods are called from a thread pool: they may take time but must be thread-safe.
+
+    A processor whose model reports log-probabilities also has ``token_bytes(id: int) -> bytes``, the bytes that a token
+    stands for; without it a request for log-probabilities is refused.
+    """
 
     def __init__(self, context: ProcessorContext):
         self.context = context

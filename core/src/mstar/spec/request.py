@@ -32,8 +32,9 @@ FinishReason = str
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Neutral defaults: greedy needs ``temperature=0``.
 
-    Order (that of vLLM and transformers): logit bias, ``min_tokens`` mask and allowed-token mask → repetition, frequency
-    and presence penalties → temperature → top-k → top-p → min-p → draw. Log-probabilities are those of the raw logits.
+    Order (that of vLLM and transformers): logit bias, ``min_tokens`` mask and allowed-token mask → repetition,
+    frequency and presence penalties → temperature → top-k → top-p → min-p → draw. Log-probabilities are those of the
+    raw logits.
 
     :param seed: the request's own random stream; the same seed gives the same tokens in any batch. ``None`` is
         replaced by a random seed when the request is admitted.

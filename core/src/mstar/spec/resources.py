@@ -134,8 +134,8 @@ class Sampler(ResourceSpec):
 class Positions(ResourceSpec):
     """The position of each token of a step in its context: 0, 1, 2… per context, or *axes* of them (multimodal rope).
 
-    With ``axes > 1`` a request may bring explicit positions for its prompt in input *prompt* ``[axes, T]``; tokens after
-    it go on from the largest one.
+    With ``axes > 1`` a request may bring explicit positions for its prompt in input *prompt* ``[axes, T]``; tokens
+    after it go on from the largest one.
     """
 
     kind: ClassVar[str] = "positions"

@@ -42,8 +42,8 @@ class Admission:
                 tokens = asked.get((name, context), limit or 0)
                 if limit is not None and tokens > limit:
                     raise RequestError(
-                        f"the request needs {tokens} tokens of {name!r} in all, one request may hold {limit}; shorten it "
-                        "or lower max_tokens",
+                        f"the request needs {tokens} tokens of {name!r} in all, one request may hold {limit}; shorten "
+                        "it or lower max_tokens",
                         code="context_length_exceeded",
                     )
                 needs.append((name, context, resource.units(tokens)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from mstar.testing.miniatures.common import VOCAB, Example, MiniKnobs, Miniature, decode, encode
+from mstar.testing.miniatures.common import VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
 
@@ -25,7 +25,8 @@ CONTROLS = 3
 CHUNK = 4
 
 
-# --- closed forms --------------------------------------------------------------------------------------------------------
+# --- closed forms
+# --------------------------------------------------------------------------------------------------------
 
 
 def continue_sum(ids: list[int], count: int, extra: int = 0) -> list[int]:
@@ -126,7 +127,8 @@ def unified_answer(ids: list[int], count: int, canvas: np.ndarray, steps: int) -
     return {"text": decode(out), "pixels": x}
 
 
-# --- knobs and requests --------------------------------------------------------------------------------------------------
+# --- knobs and requests
+# --------------------------------------------------------------------------------------------------
 
 
 class DenoiseKnobs(MiniKnobs):
