@@ -176,6 +176,34 @@ async def test_stop_kills_a_worker_in_a_long_step_and_leaves_nothing(arena_root:
     assert isinstance(await driver.end("a"), Failed)
 
 
+async def test_a_message_that_cannot_be_read_restarts_the_worker(arena_root: Path) -> None:
+    async with Driver("processes", fake_config(), stop_grace_s=5.0) as driver:
+        old = pid(driver)
+        take = shm.Arena.take
+
+        def someone_removed_it(arena: shm.Arena, name: str, size: int) -> Any:
+            arena.discard(name)
+            return take(arena, name, size)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shm.Arena, "take", someone_removed_it)
+            driver.executor.submit(EngineRequest(id="a", inputs={"echo": np.zeros(100_000)}))
+            assert isinstance(await driver.end("a"), Failed)
+        await restarted(driver, old)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_start_without_descriptors_is_a_setup_error(monkeypatch: pytest.MonkeyPatch, arena_root: Path) -> None:
+    def no_more(*arguments: Any, **options: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(subprocess, "Popen", no_more)
+    driver = Driver("processes", fake_config())
+    with pytest.raises(SetupError, match=r"'fake' cannot be started: .*Too many open files"):
+        await driver.executor.start()
+    assert list(arena_root.iterdir()) == []
+
+
 async def test_large_arrays_still_travel_when_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm.Arena, "write", lambda self, data: None)
     array = np.arange(100_000)

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from fakes import SPEC, FakeRegistry
 
+from mstar.cluster.child import build_registry
+from mstar.runtime.opening import prepare_config
 from mstar.runtime.service import open_service
 from mstar.settings import Settings
 from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.model import ModelSpec, WeightsRef
+from mstar.testing.miniatures import MINIATURES
 from mstar.weights.sources import PathSource
 
 
@@ -49,6 +52,14 @@ def test_flags_win_over_the_file_and_the_file_over_the_package(tmp_path: Path) -
     assert (deployment.max_concurrent_requests, deployment.max_sessions, deployment.session_ttl_s) == (1, 2, 3.0)
     assert (deployment.engine.threads, deployment.device) == (2, None)
     assert (config.weights, config.extra_plugins) == (None, ("json",))
+
+
+def test_a_worker_process_has_the_plugins_of_its_parent(tmp_path: Path) -> None:
+    settings = Settings(plugins=(), block_plugins=("other",), extra_plugins=("mstar.testing.miniatures",))
+    config = prepare_config(with_defaults(), settings, {}, OneModel(SPEC))  # type: ignore[arg-type]
+    registry = build_registry(config)
+    assert set(registry.models) == {miniature.key for miniature in MINIATURES}
+    assert config.block_plugins == ("other",)
 
 
 def test_the_packages_defaults_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,25 @@ async def test_stop_fails_what_runs() -> None:
         with pytest.raises(NotReady) as caught:
             await reading
         assert caught.value.code == "shutting_down"
+        with pytest.raises(RequestError):
+            await answer.push("in", np.zeros(1))
+
+
+async def test_stop_while_a_request_is_prepared() -> None:
+    async with running() as service:
+        preparing = asyncio.ensure_future(service.generate(counting(misbehave="slow")))
+        await asyncio.sleep(0.01)
+        await service.stop()
+        with pytest.raises(NotReady, match="stopped"):
+            await preparing
+
+
+async def test_a_live_answer_cannot_be_fed_after_the_stop() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        await service.stop()
+        with pytest.raises(NotReady, match="stopped"):
+            await answer.push("in", np.zeros(1))
 
 
 async def test_drain_refuses_new_requests_and_waits_for_the_running_ones() -> None:

@@ -30,12 +30,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process needs to build its model; picklable plain data.
 
     :param weights: resolved local folder, or ``None`` for a model without weights.
+    :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.
     :param extra_plugins: names of modules to register beside the installed plugins.
     """
 
     key: str
     weights: str | None
     deployment: Deployment
+    plugins: tuple[str, ...] | None = None
+    block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
 
 

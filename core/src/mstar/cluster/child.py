@@ -33,15 +33,21 @@ _log = logging.getLogger(__name__)
 
 
 def build_registry(config: WorkerConfig) -> Registry:
-    """The registry of a worker process: its own settings (read here, at the process's edge) and plugins."""
+    """The registry of a worker process: the same plugins as its parent's, the other settings from the environment (read
+    here, at the process's edge)."""
     from dataclasses import replace
 
     from mstar.plugins import load_plugins
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-    settings = Settings.from_env(os.environ)
-    return Registry(load_plugins(replace(settings, extra_plugins=config.extra_plugins)))
+    settings = replace(
+        Settings.from_env(os.environ),
+        plugins=config.plugins,
+        block_plugins=config.block_plugins,
+        extra_plugins=config.extra_plugins,
+    )
+    return Registry(load_plugins(settings))
 
 
 def main(line: bytes) -> NoReturn:

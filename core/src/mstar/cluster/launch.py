@@ -207,7 +207,13 @@ class Child:
                 frame: bytes = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._deliver(self._codec.decode(frame))
+            try:
+                reports = self._codec.decode(frame)
+            except Exception:  # a shared buffer was removed by someone else, say: its request would wait for ever
+                _log.exception("a message of worker process %d cannot be read: it is ended", self.process.pid)
+                self.process.kill()
+                return
+            self._deliver(reports)
         self._loop.call_soon(self._read_reports)
 
     def read_beats(self) -> None:

@@ -111,9 +111,11 @@ class ProcessesExecutor(SingleWorkerExecutor):
         self._last_words = ""
         self._set_phase(Phase(name="starting"))
         ready = self._ready = self._event_loop.create_future()
-        child = self._child = launch(
-            self.config, self.worker_factory, self.registry_factory, self._tick_s, self._receive
-        )
+        try:
+            child = launch(self.config, self.worker_factory, self.registry_factory, self._tick_s, self._receive)
+        except OSError as error:  # no memory, no descriptors, no space: may pass, so a restart tries again
+            raise SetupError(f"the worker process of {self.config.key!r} cannot be started: {error}") from error
+        self._child = child
         exited = self._event_loop.create_task(child.exited.wait())
         try:
             await asyncio.wait([ready, exited], return_when=asyncio.FIRST_COMPLETED)

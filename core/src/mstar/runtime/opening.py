@@ -57,6 +57,8 @@ def prepare_config(
         key=spec.key,
         weights=None if weights is None else str(weights),
         deployment=deployment,
+        plugins=settings.plugins,
+        block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
     )
 

@@ -53,7 +53,7 @@ class Service:
         make_executor: Callable[..., Executor] = registry.executor(executor_name or deployment.executor)
         self._executor = make_executor(config, self._sink, self._on_phase, registry)
         self._phase = self._executor.phase
-        self._draining = False
+        self._draining = self._stopped = False
         self._processor: Processor | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix=f"mstar-{spec.key}")
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
@@ -102,8 +102,9 @@ class Service:
 
     async def stop(self) -> None:
         """End at once. Answers that still run raise :class:`NotReady` with code ``shutting_down``."""
+        self._stopped = True
         await self._executor.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests and wait for the running ones, at most *seconds*. Returns whether all have ended."""
@@ -179,6 +180,8 @@ class Service:
         return await self._in_thread(self.processor.push, stream, part, request_id, end)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._stopped:
+            raise NotReady(f"the model {self.spec.key!r} has been stopped")
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     # --- from the executor -------------------------------------------------------------------------------------------
