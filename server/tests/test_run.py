@@ -214,6 +214,18 @@ async def test_sigterm_refuses_new_requests_and_lets_running_ones_end(kit, chat)
     assert service.stopped
 
 
+async def test_sigterm_while_a_model_loads_stops_at_once(kit):
+    service = kit.Service()
+    service.phase = Phase(name="weights")
+    settings = ServerOptions(port=0)
+    running = asyncio.create_task(serve_async({"tiny": service}, kit.Hooks(), settings, bind(settings)))
+    before = signal.getsignal(signal.SIGTERM)
+    await until(lambda: signal.getsignal(signal.SIGTERM) is not before)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, LIMIT_S)
+    assert service.stopped
+
+
 @pytest.mark.parametrize("how", ["bound", "second signal"])
 async def test_draining_has_an_end(kit, chat, how):
     service = kit.Service([*kit.HELLO, asyncio.Event()])
