@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import io
 import json
 import logging
 import sys
@@ -9,6 +11,7 @@ import types
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from PIL import Image as Pillow
 
 from mstar.hookspecs import hookimpl
 from mstar.spec.errors import NotReady, RequestError, TooBusy
@@ -273,6 +276,49 @@ async def test_a_bad_message_is_named_by_its_path(kit, chat, message, param):
         reply = await client.post(URL, json=chat(messages=[message]))
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+def picture(kind: str = "PNG") -> str:
+    out = io.BytesIO()
+    Pillow.new("RGB", (4, 3), (255, 0, 0)).save(out, kind)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+@pytest.mark.parametrize("bare", [False, True])
+async def test_every_choice_sees_the_image_in_its_place(kit, chat, bare):
+    url = f"data:image/png;base64,{picture()}"
+    content = [
+        {"type": "text", "text": "before"},
+        {"type": "image_url", "image_url": url if bare else {"url": url, "detail": "low"}},
+        {"type": "text", "text": "after"},
+    ]
+    service = kit.Service(kit.HELLO)
+    async with kit.client(service) as client:
+        reply = await client.post(URL, json=chat(messages=[{"role": "user", "content": content}], n=3))
+    assert reply.status_code == 200
+    assert len(service.tasks) == 3
+    for task in service.tasks:
+        before, image, after = task.messages[0].content
+        assert (before, after) == (Text("before"), Text("after"))
+        assert image.pixels.shape == (3, 4, 3)
+        assert image.pixels[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, "url_not_allowed"),
+        ({"type": "image_url", "image_url": {"uri": "x"}}, "invalid_value"),
+        ({"type": "image_url", "image_url": f"data:image/jpeg;base64,{picture('JPEG')[:400]}"}, "invalid_image"),
+        ({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}, "invalid_audio"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, "invalid_value"),
+    ],
+)
+async def test_a_bad_media_part_is_a_400_that_names_it(kit, chat, part, code):
+    async with kit.client(kit.Service(kit.HELLO)) as client:
+        reply = await client.post(URL, json=chat(messages=[{"role": "user", "content": [part]}]))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
+    assert reply.json()["error"]["param"].startswith(f"messages[0].content[0].{part['type']}")
 
 
 async def test_limits_on_messages_and_text(kit, chat):

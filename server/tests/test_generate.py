@@ -122,6 +122,8 @@ async def test_form_and_json_make_the_same_task(kit, form):
         ({"model_kwargs": {"stepps": 1}}, "model_kwargs.stepps", "did you mean 'steps'"),
         ({"model_kwargs": []}, "model_kwargs", "dictionary"),
         ({"files": [{"data": "@@"}]}, "files[0].data", "base64"),
+        ({"files": [{"name": "a"}]}, "files[0].data", "required"),
+        ({"files": [{"data": "", "nam": "a"}]}, "files[0].nam", "unknown"),
         ({"files": [{"data": "data:image/png;base64,iVBORw=="}]}, "files[0]", "image"),
         ({"text": "x" * 101}, "text", "limit of 100"),
         ({"files": [{"data": ""}] * 3}, "files", "limit of 2"),

@@ -118,6 +118,51 @@ async def test_a_slow_reader_holds_its_own_request_back(kit, chat):
         await until(lambda: service.answers[0].cancelled.is_set())
 
 
+async def exchange(address: str, *pieces: bytes) -> bytes:
+    """Send *pieces* as far as the server takes them and read what it answers until it closes."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    answer = asyncio.create_task(reader.read())
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+    try:
+        return await asyncio.wait_for(answer, LIMIT_S)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"x-%d: y\r\n" % number for number in range(1000)],
+        [b"x: " + b"y" * 5000 + b"\r\n\r\n"],
+        [b"x: ", *[b"y" * 500] * 12],
+        [b"x" * 5000],
+    ],
+    ids=["many", "huge", "endless value", "endless name"],
+)
+async def test_a_huge_head_is_a_431(kit, pieces):
+    async with kit.server(kit.Service(kit.HELLO), max_head_bytes=1000) as address:
+        answer = await exchange(address, b"GET /health/live HTTP/1.1\r\n", *pieces)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+        async with httpx.AsyncClient(base_url=f"http://{address}") as client:
+            for _ in range(15):  # one connection: heads are counted one by one
+                assert (await client.get("/health/live")).status_code == 200
+            large = await client.post(
+                CHAT, json={"model": "tiny", "messages": [{"role": "user", "content": "x" * 9000}]}
+            )
+            assert large.status_code == 200
+
+
+async def test_what_is_no_http_is_a_400_of_the_contract(kit):
+    async with kit.server(kit.Service(kit.HELLO)) as address:
+        answer = await exchange(address, b"hello?\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
 async def test_the_port_is_open_while_models_load(kit, chat):
     service = kit.Service(kit.HELLO)
     service.phase = Phase(name="weights", progress=0.5)
@@ -166,6 +211,18 @@ async def test_sigterm_refuses_new_requests_and_lets_running_ones_end(kit, chat)
         release.set()
         assert (await request).json()["choices"][0]["message"]["content"] == "Hello 🙂"
         await asyncio.wait_for(running, LIMIT_S)
+    assert service.stopped
+
+
+async def test_sigterm_while_a_model_loads_stops_at_once(kit):
+    service = kit.Service()
+    service.phase = Phase(name="weights")
+    settings = ServerOptions(port=0)
+    running = asyncio.create_task(serve_async({"tiny": service}, kit.Hooks(), settings, bind(settings)))
+    before = signal.getsignal(signal.SIGTERM)
+    await until(lambda: signal.getsignal(signal.SIGTERM) is not before)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(running, LIMIT_S)
     assert service.stopped
 
 

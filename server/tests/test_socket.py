@@ -217,6 +217,43 @@ async def test_errors_of_the_engine_and_bugs_are_events(kit, talk, caplog):
             assert "secret" not in error["error"]["message"]
 
 
+async def test_an_append_that_comes_after_the_end_does_not_spoil_the_answer(kit, talk):
+    go = asyncio.Event()
+    service = kit.Service([TextDelta("a", (1,)), go, TextDelta("b", (2,))])
+    async with talk(service) as client:
+        await client.say(id="a", live=["s"])
+        assert (await client.hear())["text"] == "a"
+        pushed = asyncio.Event()
+
+        async def too_late(*arguments, **named):
+            service.answers[0].finish_reason = "stop"
+            pushed.set()
+            raise RequestError("request has ended", code="request_ended", status=409)
+
+        service.answers[0].push = too_late
+        await client.say(id="a", append={"s": [1]})
+        await pushed.wait()
+        go.set()
+        delta, done = await client.hear_until_end("a")
+        assert (delta["text"], done["type"], done["finish_reason"]) == ("b", "done", "stop")
+
+
+async def test_an_append_that_the_model_refuses_fails_its_request(kit, talk):
+    service = kit.Service([asyncio.Event()])
+    async with talk(service) as client:
+        await client.say(id="a", live=["s"])
+        await until(lambda: service.answers)
+
+        async def refuse(*arguments, **named):
+            raise RequestError("must be 16 kHz", code="invalid_value")
+
+        service.answers[0].push = refuse
+        await client.say(id="a", append={"s": [1]})
+        error = await client.hear()
+        assert (error["id"], error["error"]["message"]) == ("a", "must be 16 kHz")
+        assert service.answers[0].cancelled.is_set()
+
+
 async def test_limits_on_requests_and_waiting_appends(kit, talk):
     service = kit.Service([asyncio.Event()])
     async with talk(service, max_socket_requests=2, max_socket_appends=3) as client:

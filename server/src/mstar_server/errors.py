@@ -23,7 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.spec.errors import RequestError, nearest
 
-__all__ = ["ClientGone", "ErrorMiddleware", "as_request_error", "error_object", "error_response", "install_handlers"]
+__all__ = [
+    "ClientGone",
+    "ErrorMiddleware",
+    "as_request_error",
+    "error_object",
+    "error_response",
+    "install_handlers",
+    "validation_fault",
+]
 
 log = logging.getLogger("mstar.server")
 
@@ -96,15 +104,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return error_response(_validation_fault(error.errors(), error.body))
+    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # without the leading "body"
+    return error_response(validation_fault(faults, error.body))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it: the access log does
 
 
-def _validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
-    """The one fault worth showing: the deepest, since a union reports each of its branches."""
+def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
+    """The one of pydantic's *faults* worth showing: the deepest, since a union reports each of its branches."""
     if faults[0]["type"] == "json_invalid":
         reason = faults[0].get("ctx", {}).get("error", "")
         return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
@@ -134,7 +143,7 @@ def _shown(value: Any) -> str:
 
 def _path(fault: Any, body: Any) -> list[str | int]:
     """A fault's place in *body*: pydantic's location without the names of union branches, which are no part of it."""
-    parts, value = list(fault["loc"])[1:], body
+    parts, value = fault["loc"], body
     path: list[str | int] = []
     for number, part in enumerate(parts):
         last = number == len(parts) - 1

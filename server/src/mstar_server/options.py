@@ -16,6 +16,7 @@ class ServerOptions:
     :param port: 0 takes any free port.
     :param api_key: when set, every route but ``/health*`` wants ``Authorization: Bearer KEY``.
     :param max_body_bytes: largest request body; more is answered 413.
+    :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
     :param max_messages: most messages of one chat.
     :param max_text_chars: most characters of all texts of one request.
     :param max_choices: largest ``n`` of a chat request.
@@ -36,6 +37,7 @@ class ServerOptions:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     max_body_bytes: int = 64 * MIB
+    max_head_bytes: int = 64 * 1024
     max_messages: int = 4096
     max_text_chars: int = 4_000_000
     max_choices: int = 128

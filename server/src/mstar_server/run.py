@@ -8,16 +8,19 @@ for at most ``options.drain_s``; a second signal ends them at once.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from mstar.spec.errors import SetupError
 from mstar_server.app import create_app
+from mstar_server.http_protocol import BoundedHttp
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -150,9 +153,10 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def _uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    protocol: Any = functools.partial(BoundedHttp, max_head_bytes=options.max_head_bytes)
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=protocol,
         ws="websockets-sansio",
         ws_max_size=4 * options.max_socket_message_bytes,
         lifespan="off",

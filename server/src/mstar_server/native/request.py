@@ -14,6 +14,7 @@ from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import File, GenerateTask, Part
+from mstar_server.errors import validation_fault
 from mstar_server.media import decode_base64, decode_file, split_data_url
 from mstar_server.options import ServerOptions
 
@@ -87,11 +88,7 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
     try:
         body = GenerateBody.model_validate({k: v for k, v in value.items() if v is not None})
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        # the path without the names of union branches ("stop.str")
-        param = ".".join(str(part) for part in fault["loc"]).removesuffix(".str").removesuffix(".list[str]")
-        message = f"{param!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}"
-        raise RequestError(message, param=param) from None
+        raise validation_fault(error.errors(include_url=False), value) from None
     _check_kwargs_size(len(json.dumps(body.model_kwargs)), options)
     uploads = tuple(_json_upload(file, f"files[{i}]") for i, file in enumerate(body.files))
     return _checked(

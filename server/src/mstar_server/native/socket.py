@@ -144,6 +144,9 @@ class Socket:
             del self._running[request_id]
             if feeder is not None:
                 feeder.cancel()
+                await asyncio.wait([feeder])  # its error, if any, was the answer's or has been told
+                if not feeder.cancelled():
+                    feeder.exception()
 
     async def _relay(self, request_id: str, answer: Answer, feeder: asyncio.Task[None]) -> None:
         """Pass the answer on until it ends or its feeder fails."""
@@ -169,6 +172,8 @@ class Socket:
             while True:
                 await self._push(answer, opening, await running.inbox.get())
         except Exception:
+            if answer.finish_reason is not None:
+                return  # it came too late to matter: the answer is complete
             answer.cancel("cancelled")
             raise
 
