@@ -30,11 +30,10 @@ __all__ = ["linear_floor", "random_node", "step_without_attention"]
 def random_node(config: DecoderConfig, dtype: torch.dtype) -> CausalLMNode:
     """The model of *config* with random weights, prepared for this CPU as a server would."""
     torch.manual_seed(0)
-    node = CausalLMNode(config).to(dtype).eval()
+    node = CausalLMNode(config).eval()
     with torch.no_grad():
-        for parameter in node.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.02)
+        for parameter in node.parameters():  # not node.to(dtype): angles stay float32
+            parameter.data = torch.empty_like(parameter, dtype=dtype).normal_(0, 0.02)
     prepare_cpu(node)
     return node
 
@@ -77,7 +76,7 @@ class _NoAttention:
     """Passes the queries on: all of a step's work but attention."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q
+        return q.contiguous()
 
 
 def _call(layer: Linear, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -37,10 +37,9 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias)
         self.down_proj = RowLinear(intermediate, hidden, bias)
         self.activation = _ACTIVATIONS[activation]
-        self.intermediate = intermediate
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).split(self.intermediate, -1)
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(self.activation(gate).mul_(up))  # type: ignore[no-any-return]
 
 
@@ -61,7 +60,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         turning = heads[:, : self.heads + self.kv_heads]
         if self.q_norm is not None and self.k_norm is not None:
             turning = torch.cat((self.q_norm(turning[:, : self.heads]), self.k_norm(turning[:, self.heads :])), 1)
