@@ -63,7 +63,7 @@ def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device,
 def _gather_port(
     port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    values = [w.call.inputs.get(port.name) for w in work]
+    values: list[Any] = [w.call.inputs.get(port.name) for w in work]
     missing = sum(v is None for v in values)
     if missing:
         if missing < len(values):

@@ -67,6 +67,3 @@ class Node(nn.Module):
     A node is pure until its step is committed: it writes per-request state only through the views in ``step`` and keeps
     nothing about a request on itself, so that a failed step can be repeated with fewer rows (promise P7).
     """
-
-    def forward(self, step: Step, **inputs: Any) -> Mapping[str, Any]:
-        raise NotImplementedError(f"{type(self).__name__} has no entry 'forward'")

@@ -45,7 +45,7 @@ class CausalLMNode(Node):
         """``[M, hidden]`` → ``[M, vocab]``."""
         return self.lm_head(self.model.norm(hidden))  # type: ignore[no-any-return]
 
-    def forward(self, step: Step, ids: Tensor) -> Mapping[str, Sampled]:  # type: ignore[override]
+    def forward(self, step: Step, ids: Tensor) -> Mapping[str, Sampled]:
         """Entry ``forward``. Only each row's last position goes through the final norm and the head."""
         hidden = self.hidden(step, ids)
         if hidden.shape[0] != step.rows:  # in pure decode every position is its row's last

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mstar.spec.deployment import SchedulerOptions
+
 __all__ = ["Batch", "Item", "Scheduler", "Ticket"]
 
 Verdict = Literal["yes", "wait"]
@@ -62,7 +64,13 @@ class Batch:
 
 
 class Scheduler(abc.ABC):
-    """A scheduling policy."""
+    """A scheduling policy.
+
+    :param group_limits: the most rows of one step of a group (:attr:`mstar.spec.graph.NodeSpec.max_rows`), or ``None``.
+    """
+
+    @abc.abstractmethod
+    def __init__(self, options: SchedulerOptions, group_limits: Callable[[tuple[Any, ...]], int | None]): ...
 
     @abc.abstractmethod
     def submit(self, ticket: Ticket) -> None:

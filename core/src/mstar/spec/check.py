@@ -185,9 +185,9 @@ def _port_faults(where: str, call: Call, entry: Entry, streams: set[str]) -> Ite
     for port in call.inputs:
         if port not in inputs:
             yield f"{where}: unknown input port {port!r}{nearest(port, inputs)}"
-    for port in inputs.values():
-        if port.name not in call.inputs and not port.optional:
-            yield f"{where}: input port {port.name!r} has no source"
+    for wanted in inputs.values():
+        if wanted.name not in call.inputs and not wanted.optional:
+            yield f"{where}: input port {wanted.name!r} has no source"
     for port in (*call.outputs, *call.emit):
         if port not in outputs:
             yield f"{where}: unknown output port {port!r}{nearest(port, outputs)}"

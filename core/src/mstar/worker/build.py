@@ -165,7 +165,8 @@ def _load_nodes(
 
             load(node, weight_map, weights, device, dtype, report)
         for entry in spec.entries:
-            if not callable(getattr(node, entry.name, None)):
+            method = getattr(type(node), entry.name, None)
+            if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
                 raise SetupError(f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}")
         nodes[spec.name] = node.eval().requires_grad_(False)
     return nodes

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from mstar.spec.model import Ability
 from mstar.testing.miniatures.common import VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
@@ -102,7 +103,8 @@ def denoise_answer(prompt: list[int], negative: list[int], latent: np.ndarray, s
         cond = x * 0.5 - sum(prompt) / VOCAB
         uncond = x * 0.5 - 0.5 * sum(negative) / VOCAB
         x = x - (uncond + scale * (cond - uncond)) / steps
-    return np.rint(x.clip(0, 255))
+    picture: np.ndarray = np.rint(x.clip(0, 255))
+    return picture
 
 
 def rollout_answer(drive: float, windows: int, start: float = 0.0) -> np.ndarray:
@@ -223,7 +225,7 @@ def _unified(example: Example) -> Mapping[str, Any]:
 _MODELS = "mstar.testing.miniatures."
 _PROCESSORS = "mstar.testing.miniatures.processors:"
 _TEXT = {"text": "text"}
-_LANGUAGE = ("generate", "chat", "completion")
+_LANGUAGE: tuple[Ability, ...] = ("generate", "chat", "completion")
 
 MINIATURES = (
     Miniature(

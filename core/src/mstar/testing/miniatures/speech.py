@@ -141,7 +141,7 @@ class FirCodec(Node):
         for row, seen in zip(torch.split(codes.float(), list(step.lengths)), left.tolist(), strict=True):
             padded = torch.cat([torch.zeros(len(TAPS) - 1), row])
             filtered = sum(tap * padded[len(TAPS) - 1 - i : padded.shape[0] - i] for i, tap in enumerate(taps))
-            rows.append(filtered[seen:].repeat_interleave(FRAME))  # type: ignore[union-attr, index]
+            rows.append(filtered[seen:].repeat_interleave(FRAME))
         return {"samples": Packed(torch.cat(rows), [r.shape[0] for r in rows])}
 
 

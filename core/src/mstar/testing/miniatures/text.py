@@ -214,7 +214,7 @@ class Hybrid(Chat):
 # --- shape 14
 # ----------------------------------------------------------------------------------------------------------
 
-ACTIONS = ("double", "shift")
+ACTIONS = ("twice", "shift")
 
 
 class Calculator(Node):
@@ -223,7 +223,7 @@ class Calculator(Node):
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         return {"value": torch.stack([part.sum() for part in torch.split(ids, list(step.lengths))]) % VOCAB}
 
-    def double(self, step: Step, value: Tensor) -> dict[str, Any]:
+    def twice(self, step: Step, value: Tensor) -> dict[str, Any]:
         return {"value": value * 2 % VOCAB}
 
     def shift(self, step: Step, value: Tensor) -> dict[str, Any]:
@@ -259,4 +259,4 @@ class Planner(Model):
             value = outcome.signals["value"]
             if value % 7 == 0:
                 return
-            outcome = yield Run("double" if value % 2 else "shift", signals=("value",))
+            outcome = yield Run("twice" if value % 2 else "shift", signals=("value",))

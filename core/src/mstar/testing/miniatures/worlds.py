@@ -26,6 +26,7 @@ from mstar.spec.graph import (
     Port,
     Pull,
     Seq,
+    Source,
     Stream,
     Times,
 )
@@ -124,7 +125,7 @@ class Denoise(Model):
             return Call("dit", inputs={"ids": source}, outputs={"seen": f"seen_{context}"}, context=context)
 
         def branch(context: str, flag: float) -> Call:
-            inputs = {"latent": "latent", "seen": f"seen_{context}", "flag": Const(flag)}
+            inputs: dict[str, Source] = {"latent": "latent", "seen": f"seen_{context}", "flag": Const(flag)}
             return Call("dit", "velocity", inputs, {"v": f"v_{context}"}, context=context)
 
         update = Call(
