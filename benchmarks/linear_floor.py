@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def linear_floor(node: nn.Module, batches: Sequence[int] = (1, 8, 32), rounds: i
 
 
 def step_without_attention(
-    node: CausalLMNode, config: DecoderConfig, batches: Sequence[int] = (1, 8, 32), rounds: int = 15
+    node: CausalLMNode, batches: Sequence[int] = (1, 8, 32), rounds: int = 15
 ) -> dict[int, float]:
     """Seconds per decode step with attention left out, per batch size: everything else that the node does for M rows.
 
@@ -62,13 +63,9 @@ def step_without_attention(
         with torch.inference_mode():
             x = node.model.embed_tokens(ids)
             rotation = node.model.rotary(positions, x.dtype)
-        before: list[Callable[[], Any]] = [
-            lambda ids=ids: node.model.embed_tokens(ids),
-            lambda positions=positions, dtype=x.dtype: node.model.rotary(positions, dtype),
-        ]
-        layers = [lambda layer=layer, x=x, r=rotation: layer(x, r, _NoAttention()) for layer in node.model.layers]
-        after = [lambda x=x: node.logits(x)]
-        out[rows] = sum(_best_each([*before, *layers, *after], rounds))
+        before = [partial(node.model.embed_tokens, ids), partial(node.model.rotary, positions, x.dtype)]
+        layers = [partial(layer, x, rotation, _NoAttention()) for layer in node.model.layers]
+        out[rows] = sum(_best_each([*before, *layers, partial(node.logits, x)], rounds))
     return out
 
 
@@ -110,7 +107,7 @@ def main() -> None:
     dtype = best_cpu_dtype() if options.dtype == "auto" else getattr(torch, options.dtype)
     node = random_node(config, dtype)
     floor = linear_floor(node, options.batch, options.rounds)
-    whole = step_without_attention(node, config, options.batch, options.rounds) if options.step else {}
+    whole = step_without_attention(node, options.batch, options.rounds) if options.step else {}
     print(f"{dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for rows, seconds in floor.items():
         line = f"batch {rows:3}: linear layers {seconds * 1e3:6.2f} ms = {rows / seconds:6.1f} tokens/s"

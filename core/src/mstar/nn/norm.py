@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(x, 2, -1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self.eps_tensor, length, length, value=1 / self.weight.shape[0]).rsqrt_()
-        return (x * self.weight).mul_(scale)
+        return torch.mul(x, scale, out=torch.empty_like(x)).mul_(self.weight)  # out=: rounded without another kernel
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
