@@ -14,6 +14,7 @@ import torch
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.graph.program import Plan, compile_graph
+from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -69,16 +70,14 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The asked-for dtype, or bfloat16 where the device computes with it natively, else float32."""
+    """The asked-for dtype; by default bfloat16 on a GPU, and on the CPU float32, which is exact: answers there are those
+    of the reference, token for token, alone and in any batch."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None:
         if name not in known:
             raise SetupError(f"dtype {name!r} is not supported{nearest(name, known)}")
         return known[name]
-    if device.type == "cuda":
-        return torch.bfloat16
-    native = torch.cpu._is_avx512_bf16_supported() if hasattr(torch.cpu, "_is_avx512_bf16_supported") else False
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
@@ -164,6 +163,8 @@ def _load_nodes(
             from mstar.weights.loader import load  # models without weights need no safetensors
 
             load(node, weight_map, weights, device, dtype, report)
+            if device.type == "cpu":
+                prepare_cpu(node)
         for entry in spec.entries:
             method = getattr(type(node), entry.name, None)
             if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
