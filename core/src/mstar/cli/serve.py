@@ -7,6 +7,7 @@ here, and only here.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.registry import load_object
 from mstar.settings import Settings
 from mstar.spec.errors import SetupError
-from mstar.spec.model import ModelSpec
 
 __all__ = ["SERVER", "SERVER_OPTIONS", "register"]
 
@@ -42,7 +42,7 @@ def _arguments(parser: Parser) -> None:
         "--dtype",
         type=one_of("float32", "bfloat16", "float16"),
         metavar="float32|bfloat16|float16",
-        help="default: what the device runs best",
+        help="default: bfloat16 on a GPU, float32 on the CPU",
     )
     parser.add_argument("--executor", help="how workers are started: processes (default), inline, or a plugin's")
     parser.add_argument("--max-concurrent", type=_positive, metavar="N", help="requests that run at once; others wait")
@@ -55,7 +55,8 @@ def _arguments(parser: Parser) -> None:
 def _run(arguments: argparse.Namespace, context: Context) -> None:
     settings, registry = context.settings, context.registry
     spec = registry.model(arguments.key)
-    _check_licence(spec, accepted=arguments.accept_licence or spec.key in settings.accept_licences)
+    if arguments.accept_licence:
+        settings = replace(settings, accept_licences=(*settings.accept_licences, spec.key))
     serve, make_options = _server()
     options = make_options(host=arguments.host, port=arguments.port, api_key=arguments.api_key or settings.api_key)
     serve({spec.key: _open(arguments, settings, registry)}, registry, options)
@@ -82,17 +83,6 @@ def _server() -> tuple[Any, Any]:
         if (error.name or "").partition(".")[0] != SERVER.partition(".")[0]:
             raise  # the server is there, something that it needs is not: that is not this sentence
         raise SetupError("the HTTP server is not installed; run `pip install mstar-server`") from None
-
-
-def _check_licence(spec: ModelSpec, *, accepted: bool) -> None:
-    if spec.licence.permissive or accepted:
-        return
-    use = "" if spec.licence.commercial else ", which do not allow commercial use"
-    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
-    raise SetupError(
-        f"the weights of {spec.key!r} come under the terms of {terms}. "
-        f"If you accept them, add --accept-licence or set MSTAR_ACCEPT_LICENCES={spec.key}"
-    )
 
 
 def _port(value: str) -> int:

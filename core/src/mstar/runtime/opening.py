@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "prepare_config", "read_deployment"]
+__all__ = ["Say", "check_licence", "prepare_config", "read_deployment"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -40,8 +40,9 @@ def prepare_config(
 
     A download or conversion shows its progress on standard error, where *say* writes too by default.
 
-    :raises SetupError: the file, a value or the weights are not as they must be.
+    :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
+    check_licence(spec, settings)
     deployment = merge_deployment(spec.key, _defaults(spec), _from_file(spec, config), dict(overrides))
     with progress_bar() as progress:
         context = SourceContext(
@@ -60,6 +61,18 @@ def prepare_config(
         plugins=settings.plugins,
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
+    )
+
+
+def check_licence(spec: ModelSpec, settings: Settings) -> None:
+    """Nothing is fetched or served under terms that are not permissive until the operator has accepted them."""
+    if spec.licence.permissive or spec.key in settings.accept_licences:
+        return
+    use = "" if spec.licence.commercial else ", which do not allow commercial use"
+    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
+    raise SetupError(
+        f"the weights of {spec.key!r} come under the terms of {terms}. If you accept them, serve with --accept-licence "
+        f"or set MSTAR_ACCEPT_LICENCES={spec.key}"
     )
 
 

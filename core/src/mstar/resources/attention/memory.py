@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,14 @@ def dtype_named(name: str | None, default: torch.dtype) -> torch.dtype:
     return _DTYPES[name]
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As :func:`torch.zeros`; on the CPU the operating system provides each page when it is first written, so that a
+    pool costs the memory that is used and not its size."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 class KVMemory:
     """Keys and values of *tokens* places in each layer, allocated once.
 
@@ -32,7 +43,7 @@ class KVMemory:
         self, layers: int, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ):
         self.layers, self.tokens, self.kv_heads, self.head_dim, self.dtype = layers, tokens, kv_heads, head_dim, dtype
-        self.data = torch.zeros(layers, 2, tokens, kv_heads, head_dim, dtype=dtype, device=device)
+        self.data = _zeros((layers, 2, tokens, kv_heads, head_dim), dtype, torch.device(device))
         # Views made once: slicing costs microseconds that every layer of every step would pay.
         self.pairs: list[Tensor] = [layer.view(2 * tokens, kv_heads * head_dim) for layer in self.data.unbind(0)]
         """Per layer ``[2 * tokens, kv_heads * head_dim]``: the value of place *i* is in line ``tokens + i``."""

@@ -1,0 +1,7 @@
+"""``python -m mstar`` is ``mstar``."""
+
+import sys
+
+from mstar.cli.app import main
+
+sys.exit(main())
