@@ -72,7 +72,7 @@ def measure(contestant: Contestant, streams: int, plan: Plan, say: Say) -> dict[
             try:
                 row |= _measure_ready(server, streams, plan, say)
             except (AnswerError, httpx.HTTPError):
-                server.check()  # when the server has ended, that is the reason
+                server.check(grace=1.0)  # when the server has ended, that is the reason
                 raise
             row["peak_rss_mb"] = server.peak_rss / 1e6
     except (ServerError, AnswerError, TimeoutError, httpx.HTTPError) as error:

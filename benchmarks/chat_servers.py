@@ -105,11 +105,13 @@ class RunningServer:
         self._stopping.set()
         family = self._family()  # before the parent ends: afterwards its descendants are no longer found by it
         self._process.terminate()  # the parent alone: it stops its children in order
-        _, alive = psutil.wait_procs(family, timeout=STOP_S)
-        _kill_group(self._process.pid)  # what was started meanwhile
-        for process in alive:  # and what has left the group
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        _kill_group(self._process.pid)
+        for process in family:  # and what has left the group
             _kill(process)
         self._process.wait(STOP_S)
+        psutil.wait_procs(family, STOP_S)
         self._sampler.join()
         self._output.close()
 
@@ -130,10 +132,13 @@ class RunningServer:
                 time.sleep(0.2)
         raise ServerError(f"not ready after {timeout:.0f} s; its last words: {self.reason()}")
 
-    def check(self) -> None:
-        """Raise :class:`ServerError` when the process has ended."""
-        if (status := self._process.poll()) is not None:
-            raise ServerError(f"ended with status {status}: {self.reason()} ({self.contestant.hint})")
+    def check(self, grace: float = 0.0) -> None:
+        """Raise :class:`ServerError` when the process has ended, or ends within *grace* seconds."""
+        try:
+            status = self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            return
+        raise ServerError(f"ended with status {status}: {self.reason()} ({self.contestant.hint})")
 
     def reason(self) -> str:
         """The last line that the server wrote."""
