@@ -36,7 +36,7 @@ __all__ = ["Plan", "measure", "table_row"]
 
 PACKAGES = ("torch", "transformers", "accelerate", "mstar-core", "mstar-server", "mstar-demo")
 WARM_UP_TOKENS = 8
-SPEED = ("server", "streams", "tokens/s", "% of floor", "in decode", "% of floor ", "floor")
+SPEED = ("server", "streams", "tokens/s", "of floor", "decode", "of floor ", "floor")
 LATENCY = ("server", "streams", "first token ms", "inter-token ms", "peak RSS MB")
 
 Say = Callable[[str, int | None], None]
@@ -126,23 +126,27 @@ def _with_floor(row: dict[str, Any], floor_rate: float) -> dict[str, Any]:
 
 def table_row(row: dict[str, Any]) -> dict[str, str]:
     """The cells of :data:`SPEED` and :data:`LATENCY`; a figure that was not measured is a dash."""
-    cells = {"server": row["server"], "streams": str(row["streams"]), "floor": f"{row['floor_tokens_per_s']:.1f}"}
+    cells = {"server": row["server"], "streams": str(row["streams"]), "floor": _rate(row["floor_tokens_per_s"])}
     if "failed" in row:
         return {**dict.fromkeys((*SPEED, *LATENCY), "–"), **cells, "tokens/s": "failed"}
     return {
         **cells,
-        "tokens/s": f"{row['tokens_per_s']:.1f}",
-        "% of floor": f"{100 * row['share_of_floor']:.0f}",
-        "in decode": _cell(row["decode_tokens_per_s"], 1),
-        "% of floor ": _cell(row.get("decode_share_of_floor"), 0, 100),
+        "tokens/s": _rate(row["tokens_per_s"]),
+        "of floor": _percent(row["share_of_floor"]),
+        "decode": _rate(row["decode_tokens_per_s"]),
+        "of floor ": _percent(row.get("decode_share_of_floor")),
         "first token ms": _p50_p95(row["ttft"]),
         "inter-token ms": _p50_p95(row["inter_token"]),
         "peak RSS MB": f"{row['peak_rss_mb']:.0f}",
     }
 
 
-def _cell(value: float | None, digits: int, factor: float = 1) -> str:
-    return "–" if value is None else f"{factor * value:.{digits}f}"
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f} %"
 
 
 def _p50_p95(found: dict[str, float] | None) -> str:
@@ -151,6 +155,8 @@ def _p50_p95(found: dict[str, float] | None) -> str:
 
 def report(rows: Sequence[dict[str, Any]], tokens: int) -> None:
     """The tables, then why what failed did, and how busy this client was."""
+    if not rows:
+        return
     cells = [table_row(row) for row in rows]
     table(f"{tokens} new tokens each: all streams together", cells, SPEED)
     table("p50 / p95", cells, LATENCY)

@@ -111,7 +111,7 @@ class RunningServer:
         for process in family:  # and what has left the group
             _kill(process)
         self._process.wait(STOP_S)
-        psutil.wait_procs(family, STOP_S)
+        _wait_gone(family)
         self._sampler.join()
         self._output.close()
 
@@ -155,8 +155,10 @@ class RunningServer:
             return []
 
     def _sample(self) -> None:
-        while not self._stopping.wait(0.5):
+        while True:
             self.peak_rss = max(self.peak_rss, sum(_rss(process) for process in self._family()))
+            if self._stopping.wait(0.5):
+                return
 
 
 def _kill_group(group: int) -> None:
@@ -167,6 +169,22 @@ def _kill_group(group: int) -> None:
 def _kill(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
+
+
+def _wait_gone(processes: Sequence[psutil.Process]) -> None:
+    """Wait until killed *processes* run no more. One that its new parent has not reaped yet holds nothing."""
+    deadline = time.monotonic() + STOP_S
+    while any(not _ended(process) for process in processes):
+        if time.monotonic() > deadline:
+            raise ServerError(f"killed, and still there: {processes}")
+        time.sleep(0.01)
+
+
+def _ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _rss(process: psutil.Process) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,12 +167,12 @@ def test_a_measurement_and_its_row(chat: ModuleType, servers: ModuleType) -> Non
     row = chat.measure(fake(servers), 2, plan(chat), lambda *words: said.append(words))
     assert "failed" not in row
     assert (row["answers"], row["completion_tokens"]) == (4, 160)
-    assert row["peak_rss_mb"] >= 0
+    assert row["peak_rss_mb"] > 0
     assert [phase for phase, _ in said[:3]] == ["starting", "warming up", "measuring"]
     assert said[-1] == ("measuring", 4)
     cells = chat.table_row({**row, "floor_tokens_per_s": 50.0, "share_of_floor": 0.5})
     assert set(cells) == {*chat.SPEED, *chat.LATENCY}
-    assert cells["% of floor"] == "50"
+    assert cells["of floor"] == "50 %"
     json.dumps(row)
 
 
@@ -198,6 +199,36 @@ def test_a_server_that_ends_in_an_answer_is_the_reason(
     monkeypatch.setattr(chat, "prompts", lambda count, seed: ["please exit"] * count)
     row = chat.measure(fake(servers), 1, plan(chat), lambda *words: None)
     assert row["failed"].startswith("ServerError: ended with status 3: Segmentation something")
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import chat_cpu, chat_servers
+chat_cpu.prompts = lambda count, seed: ["please hang"] * count
+command = lambda weights, port: [sys.executable, sys.argv[2], str(port)]
+fake = chat_servers.Contestant("fake", command, "/ready", {}, str, "")
+plan = chat_cpu.Plan(Path(), ["fake"], [2], 4, 1, 60.0)
+signal.signal(signal.SIGTERM, chat_cpu._stop)
+chat_cpu.measure(fake, 2, plan, lambda phase, done: print(phase, flush=True))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_takes_the_server_along(number: signal.Signals) -> None:
+    words = [sys.executable, "-c", INTERRUPTED, str(FOLDER), str(FAKE)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        while program.stdout.readline() != "warming up\n":
+            assert program.poll() is None
+        children = psutil.Process(program.pid).children(recursive=True)
+        assert len(children) == 2, "the server and its child"
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors
+    for child in children:
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_command_that_is_not_there(chat: ModuleType, servers: ModuleType) -> None:
