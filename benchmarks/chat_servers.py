@@ -32,6 +32,10 @@ class ServerError(Exception):
     """A server could not be started, or ended; the message gives the reason."""
 
 
+LOADING_SAMPLE_S, SERVING_SAMPLE_S = 0.05, 0.5
+"""Seconds between two looks at the memory: loading has short peaks, and serving must not be disturbed."""
+
+
 @dataclass(frozen=True)
 class Contestant:
     """A server that can be measured.
@@ -67,7 +71,8 @@ class RunningServer:
     """A server process, in a process group of its own: ``with RunningServer(...) as server:`` until it is stopped.
 
     Its output goes to a file of which :meth:`reason` gives the end. A thread samples the resident memory of the process
-    and its descendants twice a second; pages that several of them share count in each.
+    and its descendants, often while the model is loaded and rarely while the clock runs; pages that several of them
+    share count in each.
     """
 
     def __init__(self, contestant: Contestant, weights: Path):
@@ -77,6 +82,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
         self._command = list(contestant.command(weights, port))
         self._stopping = threading.Event()
+        self._sample_every = LOADING_SAMPLE_S
 
     def __enter__(self) -> RunningServer:
         self._output = tempfile.TemporaryFile()
@@ -126,6 +132,7 @@ class RunningServer:
                 self.check()
                 try:
                     if client.get(self.contestant.ready).status_code == 200:
+                        self._sample_every = SERVING_SAMPLE_S
                         return waited
                 except httpx.TransportError:  # nothing listens yet
                     pass
@@ -157,7 +164,7 @@ class RunningServer:
     def _sample(self) -> None:
         while True:
             self.peak_rss = max(self.peak_rss, sum(_rss(process) for process in self._family()))
-            if self._stopping.wait(0.5):
+            if self._stopping.wait(self._sample_every):
                 return
 
 
