@@ -16,6 +16,10 @@ from mstar_server.errors import error_object
 __all__ = ["BoundedHttp"]
 
 
+_LINGER_S = 1.0
+"""How long a refused connection is read from after its answer."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Answers 431 to a head larger than *max_head_bytes*, and 400 to what is no HTTP, both in the one error form."""
 
@@ -25,8 +29,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0  # of complete header lines
         self._pending_bytes = 0  # received of a head that is not complete
         self._head_is_open, self._message_ended = True, False
+        self._refused = False  # answered, and about to close: what still arrives is thrown away
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         was_open, self._message_ended = self._head_is_open, False
         super().data_received(data)
         if not (was_open and self._head_is_open) or self._message_ended:
@@ -66,4 +73,12 @@ class BoundedHttp(HttpToolsProtocol):
         body = msgspec.json.encode(error_object(error))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(line + head + body)
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close, but go on reading for a moment: closing with unread bytes resets the connection, and a client that is
+        still sending would then lose the answer."""
+        self._refused = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
