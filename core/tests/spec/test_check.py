@@ -101,6 +101,7 @@ BROKEN = {
         "without a pull of that stream",
     ),
     "par": (walk(Par(PREFILL, PREFILL)), "two branches of a Par use resource 'kv' in context 'main'"),
+    "par race": (walk(Par(PREFILL, PREFILL)), "two branches of a Par write 'token'"),
     "partition": (
         dataclasses.replace(GOOD, partitions=(Partition("main", ("go", "went")),)),
         "unknown walk 'went'",

@@ -251,10 +251,14 @@ class _Flow:
     def _par(self, walk: Par, have: set[str], loops: list[Loop]) -> Iterator[str]:
         made: set[str] = set()
         held: dict[tuple[str, str], int] = {}
+        written: dict[str, int] = {}
         for number, part in enumerate(walk.parts):
             branch = set(have)
             yield from self._visit(part, branch, loops, True)
             made |= branch
+            for value in {value for call in calls_of(part) for value in call.outputs.values()}:
+                if written.setdefault(value, number) != number:
+                    yield f"walk {self.name!r}: two branches of a Par write {value!r}: which one stays is chance"
             keys = {
                 (resource, call.context)
                 for call in calls_of(part)
