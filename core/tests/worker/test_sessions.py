@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from mstar.registry import load_object
 from mstar.resources.base import Owner
 from mstar.spec.errors import RequestError, TooBusy
+from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver
-from mstar.testing.miniatures import Example, miniature
+from mstar.testing.miniatures import Example, Miniature, miniature
 from mstar.worker.sessions import Session, Sessions
 
 
@@ -64,6 +68,34 @@ def test_a_session_that_kept_nothing_is_forgotten() -> None:
     books.sessions.give_back(books.use("b", 0.0), 0.0, keep=False)
     assert len(books.sessions) == 0
     assert books.released == ["session:b"]
+
+
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch) -> Miniature:
+    """The chat miniature, with sessions that keep the conversation."""
+    mini = miniature("mini_chat")
+    model = load_object(mini.model)
+    plain = model.graph
+    monkeypatch.setattr(model, "graph", lambda self: replace(plain(self), sessions=("kv", "positions", "sampler")))
+    return mini
+
+
+def test_a_conversation_goes_on_where_it_stood(remembering: Miniature) -> None:
+    driver = Driver(remembering, resources={"kv": {"tokens": 256}})
+    pool = driver.worker.resources["kv"].pool  # type: ignore[attr-defined]
+    for turn in (1, 2):
+        driver.submit(f"turn {turn}", Example("a" * 100, {"max_tokens": 3}), session="s")
+        driver.run()
+        assert isinstance(driver.ended[f"turn {turn}"], Done), driver.ended
+        assert pool.length(Owner("session:s")) == turn * (100 + 3 - 1)  # the last token of a turn is not read any more
+    driver.submit("turn 3", Example("a" * 100, {"max_tokens": 3}), session="s")
+    driver.run()
+    end = driver.ended["turn 3"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code, end.param) == (400, "request_too_large", "session")
+    assert "holds 204 tokens" in end.message
+    assert pool.length(Owner("session:s")) == 204  # a refusal costs the session nothing
+    driver.assert_empty()
 
 
 def test_a_busy_worker_drops_old_sessions_too() -> None:

@@ -90,8 +90,8 @@ class Resource(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, owner: Owner, units: int) -> bool:
-        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on
-        failure."""
+        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on failure.
+        An owner that is open already (a session) is promised them beside what it holds."""
 
     @abc.abstractmethod
     def open(self, owner: Owner, request: EngineRequest) -> None:

@@ -103,7 +103,8 @@ class Worker:
         timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
         live = _Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
         if request.session is not None:
-            live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            session = live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            live.fresh = not session.owners  # a context that goes on has no head to skip
         try:
             self.scheduler.submit(Ticket(request.id, request.tenant, request.priority, now, live))
         except RequestError:
