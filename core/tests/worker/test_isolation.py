@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import mstar
+from mstar.resources.base import Owner
+from mstar.spec.errors import RequestError
 from mstar.spec.request import Done, Failed, Push
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import Example, Miniature, miniature
@@ -38,6 +40,27 @@ def test_data_that_is_no_tensor_fails_the_request_that_sent_it() -> None:
     assert isinstance(end, Failed)
     assert (end.status, end.param) == (400, "audio_in")
     assert_right(DUPLEX, SPOKEN, driver.result("good"))
+    driver.assert_empty()
+
+
+def test_a_resource_that_raises_at_admission_leaves_nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(miniature("mini_chat"))
+    last = driver.worker.resources["sampler"]
+
+    def refuse(owner: Owner, units: int) -> bool:
+        raise RequestError("not this one", code="refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "reserve", refuse)
+        driver.submit("bad", Example("hello"))
+        driver.run()
+    end = driver.ended["bad"]
+    assert isinstance(end, Failed)
+    assert end.code == "refused"
+    driver.worker.check()
+    driver.submit("good", Example("hello"))
+    driver.run()
+    assert isinstance(driver.ended["good"], Done)
     driver.assert_empty()
 
 
