@@ -8,10 +8,7 @@ that are installed. The figures go to ``benchmarks/results/import_time.json``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from common import environment, percentiles, table, write_result
+
 COMMANDS = (("--help",), ("models",), ("plugins",))
 LIMIT_S = 0.5
 
@@ -68,13 +66,10 @@ def measure(words: tuple[str, ...], runs: int, environ: dict[str, str]) -> dict[
         subprocess.run([sys.executable, "-c", code, *words], env=environ, check=True, stdout=subprocess.DEVNULL)
         seconds.append(time.perf_counter() - began)
         processor.append(processor_seconds() - used)
-    kept = sorted(seconds[1:])
     return {
         "command": "mstar " + " ".join(words),
-        "median_s": statistics.median(kept),
-        "min_s": kept[0],
-        "max_s": kept[-1],
-        "processor_median_s": statistics.median(processor[1:]),
+        "seconds": percentiles(seconds[1:]),
+        "processor_seconds": percentiles(processor[1:]),
     }
 
 
@@ -84,39 +79,24 @@ def processor_seconds() -> float:
     return times.children_user + times.children_system
 
 
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--plugins", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "import_time.json")
-    arguments = parser.parse_args()
+    options = parser.parse_args()
+    facts = environment(packages=())
     with tempfile.TemporaryDirectory() as folder:
-        write_plugins(Path(folder), arguments.plugins)
+        write_plugins(Path(folder), options.plugins)
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        environ = {**os.environ, "PYTHONPATH": path}
-        figures = [measure(words, arguments.runs, environ) for words in COMMANDS]
-    for figure in figures:
-        slow = figure["median_s"] > LIMIT_S
-        times = f"median {figure['median_s']:.3f} s, processor {figure['processor_median_s']:.3f} s"
-        print(f"{figure['command']:16} {times}{'  over the limit' if slow else ''}")
-    result = {
-        "benchmark": "import_time",
-        "commit": commit(),
-        "device": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "plugins": arguments.plugins,
-        "limit_s": LIMIT_S,
-        "figures": figures,
-    }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    return int(any(figure["median_s"] > LIMIT_S for figure in figures))
+        figures = [measure(words, options.runs, {**os.environ, "PYTHONPATH": path}) for words in COMMANDS]
+    rows = [
+        {"command": f["command"], "p50": f["seconds"]["p50"], "processor p50": f["processor_seconds"]["p50"]}
+        for f in figures
+    ]
+    table(f"seconds with {options.plugins} plugins; the limit is {LIMIT_S}", rows, list(rows[0]), digits=3)
+    settings = {"runs": options.runs, "plugins": options.plugins, "limit_s": LIMIT_S}
+    write_result("import_time", figures, settings, facts)
+    return int(any(row["p50"] > LIMIT_S for row in rows))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def mstar_executors() -> dict[str, str]:  # type: ignore[empty-body]
 @hookspec
 def mstar_weight_sources() -> dict[str, str]:  # type: ignore[empty-body]
     """Where weights come from: ``{name: "module:Class"}`` of :class:`mstar.weights.sources.WeightSource`. Called in the
-    process that resolves weights (the API process, or ``mstar download``)."""
+    process that resolves weights: the API process."""
 
 
 @hookspec
@@ -99,4 +99,5 @@ def mstar_request_ended(request: EngineRequest, event: Any) -> None:
 
 @hookspec
 def mstar_step_done(node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
-    """One step has run. Worker process; called for every step, so an implementation must be quick."""
+    """One step has run. Worker process; called for every step, so an implementation must be quick. As with all
+    observers, what it raises is logged and changes nothing."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from driver import Driver, fake_config
 
-from mstar.cluster import shm
+from mstar.cluster import launch, shm
 from mstar.cluster.processes import ProcessesExecutor
 from mstar.spec.errors import SetupError
 from mstar.spec.request import Done, EngineRequest, Failed
@@ -211,6 +211,39 @@ async def test_large_arrays_still_travel_when_shared_memory_is_full(monkeypatch:
         driver.executor.submit(EngineRequest(id="a", inputs={"echo": array}))
         await driver.end("a")
         np.testing.assert_array_equal(driver.data("a")[0], array)
+
+
+async def test_without_ipc_the_two_ends_talk_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.zmq, "has", lambda capability: capability != "ipc")
+    addresses: list[str] = []
+    plain = launch.Start
+
+    def start(**fields: Any) -> launch.Start:
+        addresses.append(fields["address"])
+        return plain(**fields)
+
+    monkeypatch.setattr(launch, "Start", start)
+    async with Driver("processes", fake_config()) as driver:
+        driver.executor.submit(EngineRequest(id="a", params={"count": 3}))
+        assert isinstance(await driver.end("a"), Done)
+        assert driver.data("a") == [[0], [1], [2]]
+    assert addresses[0].startswith("tcp://127.0.0.1:")
+
+
+async def test_without_shared_memory_arrays_go_through_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm, "_ROOT", tmp_path / "absent")
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setattr(shm.tempfile, "gettempdir", lambda: str(temporary))
+    array = np.arange(100_000)
+    async with Driver("processes", fake_config()) as driver:
+        assert len(list(temporary.iterdir())) == 1
+        driver.executor.submit(EngineRequest(id="a", inputs={"echo": array}))
+        await driver.end("a")
+        np.testing.assert_array_equal(driver.data("a")[0], array)
+    assert list(temporary.iterdir()) == []
 
 
 _PARENT = """

@@ -82,6 +82,23 @@ def test_a_client_that_sends_too_much_is_told() -> None:
         hasty.write_from_client(torch.arange(1))
 
 
+def test_a_writer_never_waits_for_a_reader_that_waits_for_the_end() -> None:
+    stream = InnerStream(Stream("s", "a", "b", ITEM, chunk=Whole(), capacity=3))
+    stream.write(torch.arange(3))
+    assert not stream.full
+    with pytest.raises(RequestError, match="holds at most 3 items"):
+        stream.write(torch.arange(1))
+    stream.end()
+    assert stream.pull().ref.tensor().tolist() == [0, 1, 2]
+
+
+def test_pulling_a_long_write_piece_by_piece_copies_each_item_about_once() -> None:
+    stream = InnerStream(Stream("s", CLIENT, "b", ITEM))
+    stream.write_from_client(torch.arange(1024))
+    pulled = [stream.pull() for _ in range(1024)]  # all kept, so that no address is used twice
+    assert len({chunk.ref.base.untyped_storage().data_ptr() for chunk in pulled}) <= 12  # one for each halving
+
+
 def test_writes_to_a_reader_that_left_vanish() -> None:
     stream = InnerStream(Stream("s", "a", "b", ITEM, capacity=1))
     stream.write(torch.arange(5))

@@ -101,12 +101,10 @@ def test_a_new_owner_starts_from_zeros_and_a_session_goes_on() -> None:
 
 
 def test_sizes_that_cannot_hold_are_refused_with_the_numbers() -> None:
-    with pytest.raises(SetupError, match=r"3 slots.*4 contexts"):
+    with pytest.raises(SetupError, match=r"slots=3, but 4 contexts"):
         state(owners=4, spec=RecurrentState(tensors=SPEC.tensors, slots=3))
     one = 2 * 3 * 2 + 4 * 4
-    with pytest.raises(
-        SetupError, match=rf"5 slots of {one} bytes need {5 * one} bytes, the budget is {4 * one}.*fit 3 "
-    ):
+    with pytest.raises(SetupError, match=rf"5 slots of {one} bytes need .* MiB, more than the memory budget"):
         state(owners=4, memory=4 * one)
     assert state(owners=4, memory=5 * one).capacity() == 4
     with pytest.raises(SetupError, match="float33"):

@@ -47,6 +47,19 @@ def test_chat_and_its_messages(model: Local) -> None:
     assert model.chat("hello", count=50, stop=("7",)) == "0 1 2 3 4 5 6 "
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "hello"}, "lacks its 'role'"),
+        ({"role": "user", "contents": "hello"}, "did you mean 'content'"),
+        ({"role": "user", "content": [{"type": "text", "text": "hello"}]}, "a text or parts"),
+    ],
+)
+def test_a_message_that_is_none_is_refused(model: Local, message: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        model.chat([message])
+
+
 def test_streams_and_leaving_one_early(model: Local) -> None:
     assert list(model.chat("hello", count=5, stream=True)) == ["0 1 ", "2 3 ", "4 "]
     pieces = model.chat("hello", count=1000, stream=True)

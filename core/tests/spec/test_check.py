@@ -24,6 +24,7 @@ from mstar.spec.graph import (
     Partition,
     Port,
     Pull,
+    Ramp,
     Seq,
     Stream,
     Times,
@@ -100,6 +101,7 @@ BROKEN = {
         "without a pull of that stream",
     ),
     "par": (walk(Par(PREFILL, PREFILL)), "two branches of a Par use resource 'kv' in context 'main'"),
+    "par race": (walk(Par(PREFILL, PREFILL)), "two branches of a Par write 'token'"),
     "partition": (
         dataclasses.replace(GOOD, partitions=(Partition("main", ("go", "went")),)),
         "unknown walk 'went'",
@@ -118,6 +120,18 @@ BROKEN = {
         "no call of its source partition 'main' emits to it",
     ),
     "small stream": (dataclasses.replace(GOOD, streams=(*GOOD.streams, CODES)), "capacity 2 is below"),
+    "empty chunks": (
+        dataclasses.replace(GOOD, streams=(*GOOD.streams, dataclasses.replace(CODES, chunk=Ramp(())))),
+        "chunks hold at least one item",
+    ),
+    "chunks of nothing": (
+        dataclasses.replace(GOOD, streams=(*GOOD.streams, dataclasses.replace(CODES, chunk=Fixed(0)))),
+        "chunks hold at least one item",
+    ),
+    "unknown dtype": (
+        walk(GOOD.walks["go"], inputs=(Port("prompt", "int46", ("T",), "packed"),)),
+        "unknown dtype 'int46'; did you mean 'int64'?",
+    ),
     "unknown stream": (
         walk(dataclasses.replace(PREFILL, emit={"token": "txt"})),
         "emits to unknown stream 'txt'; did you mean 'text'?",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
 
 import mstar_server.plugin
+from mstar.registry import load_object
 from mstar.spec.errors import PluginError
 from mstar.spec.model import ModelSpec
 from mstar_server.options import ServerOptions
@@ -38,7 +38,7 @@ def adapters(registry: Registry, spec: ModelSpec, options: ServerOptions) -> dic
         try:
             if not isinstance(offer, Mapping):
                 raise TypeError(f"it must return a dict of ability to 'module:Class', not {offer!r:.80}")
-            made = {ability: pkgutil.resolve_name(name)(spec, options) for ability, name in offer.items()}
+            made = {ability: load_object(name)(spec, options) for ability, name in offer.items()}
         except Exception as error:
             _reject(registry, plugin, PluginError(f"mstar_openai failed for {spec.key!r}: {error}"), error)
         else:

@@ -27,7 +27,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a worker process needs to build its model; picklable plain data.
+    """All that a worker process needs to build its model: plain data, which travels as JSON.
 
     :param weights: resolved local folder, or ``None`` for a model without weights.
     :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pkgutil
 import select
 import signal
 import sys
@@ -20,6 +19,7 @@ from mstar.cluster.launch import BEAT, Start, decode_start, open_socket
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import Codec, Command, PhaseReport, Report, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
+from mstar.registry import load_object
 from mstar.spec.errors import SetupError
 from mstar.spec.request import Cancel, Emit, Failed
 
@@ -77,8 +77,8 @@ def _work(start: Start, channel: _SocketChannel, pulse: Pulse) -> int:
     key = start.config.key
     worker: Steppable | None = None
     try:
-        registry: Any = pkgutil.resolve_name(start.registry_factory)(start.config)
-        worker = pkgutil.resolve_name(start.worker_factory)(start.config, registry, channel.report_phase)
+        registry: Any = load_object(start.registry_factory)(start.config)
+        worker = load_object(start.worker_factory)(start.config, registry, channel.report_phase)
         channel.worker = worker
         channel.report_phase(Phase(name="ready"))
         run_worker(worker, channel, pulse)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pkgutil
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from mstar.cluster.base import Phase
 from mstar.cluster.single import SingleWorkerExecutor
 from mstar.cluster.transport import Command, PhaseReport, Report, Stop, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
+from mstar.registry import load_object
 from mstar.spec.errors import SetupError
 
 __all__ = ["InlineExecutor"]
@@ -44,9 +44,7 @@ class InlineExecutor(SingleWorkerExecutor):
     async def stop(self) -> None:
         if self._thread is not None:
             self._channel.commands.put([Stop()])
-            while (
-                self._thread.is_alive()
-            ):  # a step that runs cannot be interrupted: wait for it without blocking the loop
+            while self._thread.is_alive():  # a step cannot be interrupted: wait for it without blocking the loop
                 await asyncio.sleep(0.002)
             self._channel.drain()
             self._thread = None
@@ -63,10 +61,7 @@ class InlineExecutor(SingleWorkerExecutor):
         """The worker's whole life, in its own thread."""
         channel, key = self._channel, self.config.key
         try:
-            self._limit_threads()
-            worker: Steppable = pkgutil.resolve_name(self.worker_factory)(
-                self.config, self.registry, channel.report_phase
-            )
+            worker: Steppable = load_object(self.worker_factory)(self.config, self.registry, channel.report_phase)
         except SetupError as error:
             channel.send([WorkerFailed(message=str(error), setup=True)])
             return
@@ -82,14 +77,6 @@ class InlineExecutor(SingleWorkerExecutor):
             channel.send([WorkerFailed(message=f"the worker of {key!r} died: {_sentence(error)}")])
         finally:
             worker.close()
-
-    def _limit_threads(self) -> None:
-        """As the deployment says. Torch keeps the count per thread; those that it has not met yet start with ours."""
-        threads = self.config.deployment.engine.threads
-        if threads is not None:
-            import torch
-
-            torch.set_num_threads(threads)
 
 
 def _sentence(error: Exception) -> str:

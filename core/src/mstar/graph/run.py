@@ -75,6 +75,13 @@ class _Partition:
         self.finished = False
 
 
+def _fits(shape: tuple[int, ...], declared: tuple[str | int, ...]) -> bool:
+    """Whether *shape* has the dimensions that a port declares; those that are symbols may have any size."""
+    return len(shape) == len(declared) and all(
+        isinstance(want, str) or want == got for want, got in zip(declared, shape, strict=True)
+    )
+
+
 class RequestRun:
     """The run-time state of one request. Not thread-safe; belongs to one worker.
 
@@ -113,7 +120,7 @@ class RequestRun:
                     raise RequestError(f"the request lacks input {port.name!r}", param=port.name, code="missing_input")
                 continue
             tensor = as_tensor(array, port, self.device, self.dtype)
-            if tensor.ndim != len(port.shape):
+            if not _fits(tuple(tensor.shape), port.shape):
                 raise RequestError(
                     f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name
                 )
@@ -134,12 +141,11 @@ class RequestRun:
 
     def _client_items(self, stream: InnerStream, data: Any) -> Tensor:
         port, name = stream.spec.port, stream.spec.name
-        items = as_tensor(data, port, self.device, self.dtype)
-        shape = tuple(items.shape[1:])
-        fits = items.ndim == len(port.shape) + 1 and all(
-            isinstance(want, str) or want == got for want, got in zip(port.shape, shape, strict=True)
-        )
-        if not fits:
+        try:
+            items = as_tensor(data, port, self.device, self.dtype)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"stream {name!r} takes arrays of {port.dtype}: {error}", param=name) from error
+        if not items.ndim or not _fits(tuple(items.shape[1:]), port.shape):
             raise RequestError(
                 f"stream {name!r} takes items of shape {port.shape}, got an array of shape {tuple(items.shape)}",
                 param=name,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mstar.graph.values import Ref
 from mstar.spec.errors import RequestError
-from mstar.spec.graph import Fixed, Ramp, Stream
+from mstar.spec.graph import CLIENT, Fixed, Ramp, Stream, Whole
 
 __all__ = ["Chunk", "InnerStream", "OutStream"]
 
@@ -50,12 +50,23 @@ class InnerStream:
 
     @property
     def full(self) -> bool:
-        return not self.closed and self._new >= self.spec.capacity
+        """Whether a writer must wait. Never for a reader that waits for the end: both would wait for ever."""
+        return not self.closed and self._new >= self.spec.capacity and not isinstance(self.spec.chunk, Whole)
 
     def write(self, items: Tensor) -> None:
-        """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot."""
+        """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot.
+
+        :raises RequestError: a partition writes more than fits into a stream whose reader takes all of it at once.
+        """
         if self.closed or not items.shape[0]:
             return
+        spec = self.spec
+        if isinstance(spec.chunk, Whole) and spec.source != CLIENT and self._new + items.shape[0] > spec.capacity:
+            raise RequestError(
+                f"stream {spec.name!r} is read as a whole and holds at most {spec.capacity} items; ask for a shorter "
+                "answer",
+                code="stream_too_long",
+            )
         self._items.append(items)
         self._new += items.shape[0]
         self.total += items.shape[0]
@@ -114,8 +125,7 @@ class InnerStream:
         chunk = Chunk(Ref(items, 0, end), left, self.ended and size == self._new)
         keep = min(end, getattr(self.spec.chunk, "left", 0))
         rest = items[end - keep :]
-        # A long-lived slice would pin the whole buffer: copy the small rest.
-        self._items = [rest.clone()] if rest.shape[0] else []
+        self._items = [_released(rest)] if rest.shape[0] else []
         self._left, self._new = keep, self._new - size
         self._pulls += 1
         return chunk
@@ -124,6 +134,12 @@ class InnerStream:
         """A chunk of zeros, or of nothing, for a pull past the end."""
         shape = [d if isinstance(d, int) else 0 for d in self.spec.port.shape]
         return Chunk(Ref.whole(torch.zeros((length, *shape), dtype=dtype, device=device)), 0, self.drained)
+
+
+def _released(rest: Tensor) -> Tensor:
+    """*rest*, copied if it pins a buffer of more than twice its size: so that items are copied about once each, however
+    many pulls take them."""
+    return rest if 2 * rest.nbytes >= rest.untyped_storage().nbytes() else rest.clone()
 
 
 class OutStream:

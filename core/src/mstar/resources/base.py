@@ -43,7 +43,6 @@ class Row:
 
     :param length: tokens (items of the packed inputs) in this step. :param complete: its call ends with this step.
     :param ids: the tokens' ids if the host knows them and the entry's chunk port holds integers.
-    :param frozen: this step reads state without advancing it.
     """
 
     owner: Owner
@@ -91,8 +90,8 @@ class Resource(abc.ABC):
 
     @abc.abstractmethod
     def reserve(self, owner: Owner, units: int) -> bool:
-        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on
-        failure."""
+        """Promise *units* to *owner*; ``False`` when they are not free now. All-or-nothing, no side effect on failure.
+        An owner that is open already (a session) is promised them beside what it holds."""
 
     @abc.abstractmethod
     def open(self, owner: Owner, request: EngineRequest) -> None:
@@ -124,8 +123,7 @@ class Resource(abc.ABC):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         """The step failed: forget it."""
 
-    # --- books
-    # ----------------------------------------------------------------------------------------------------------
+    # --- books --------------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def usage(self) -> Usage: ...
 

@@ -10,26 +10,14 @@ from torch import Tensor
 
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
-from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.paged_kv import flat_positions
-from mstar.resources.slots import SlotPool
+from mstar.resources.slotted import SlotResource, check_budget, slot_count
 from mstar.spec import resources as specs
-from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest
 
-__all__ = ["CrossKV", "CrossView", "slot_count"]
-
-
-def slot_count(name: str, slots: int | None, context: ResourceContext) -> int:
-    """Slots of a resource with one slot per context: *slots*, or as many as contexts may be open (promise P3)."""
-    if slots is None:
-        return context.max_owners
-    if slots < context.max_owners:
-        raise SetupError(
-            f"resource {name!r}: slots={slots}, but {context.max_owners} contexts may be open at once; "
-            "raise slots or lower max_concurrent_requests"
-        )
-    return slots
+__all__ = ["CrossKV", "CrossView"]
 
 
 class CrossView:
@@ -72,7 +60,7 @@ class CrossView:
         return plan.attend(layer, q, None, None, causal=False, scale=scale)
 
 
-class CrossKV(Resource):
+class CrossKV(SlotResource):
     """One slot per context, written once and read every step. Its view is a :class:`CrossView`.
 
     A written memory is seen by other steps once its step is committed; until then it lies in a slot that nothing reads.
@@ -82,8 +70,8 @@ class CrossKV(Resource):
     spec: specs.CrossKV
 
     def __init__(self, name: str, spec: specs.CrossKV, context: ResourceContext):
-        super().__init__(name, spec, context)
         slots = slot_count(name, spec.slots, context)
+        super().__init__(name, spec, context, slots=slots)
         need = AttentionNeed(
             "kv",
             torch.device(context.device),
@@ -100,28 +88,15 @@ class CrossKV(Resource):
         self.memory = KVMemory(
             spec.layers, slots * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )
-        self._slots = SlotPool(slots)
         self._lengths: dict[Owner, int] = {}  # of committed memories; open owners only
         self._staged: dict[Owner, int] = {}
 
-    def units(self, tokens: int) -> int:
-        return 1
-
-    def capacity(self) -> int:
-        return self._slots.slots
-
-    def reserve(self, owner: Owner, units: int) -> bool:
-        return self._slots.reserve(owner)
-
     def open(self, owner: Owner, request: EngineRequest) -> None:
-        if owner not in self._slots:
-            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        super().open(owner, request)
         self._lengths.setdefault(owner, 0)
 
     def close(self, owner: Owner) -> None:
-        if owner not in self._slots:
-            raise IntegrityError(f"{owner} has no slot in {self.name!r}")
-        self._slots.release(owner)
+        super().close(owner)
         self._lengths.pop(owner, None)
         self._staged.pop(owner, None)
 
@@ -167,19 +142,7 @@ class CrossKV(Resource):
         for row in rows:
             self._staged.pop(row.owner, None)
 
-    def usage(self) -> Usage:
-        return self._slots.usage()
-
     def check(self, owners: Sequence[Owner]) -> None:
-        self._slots.check(owners)
+        super().check(owners)
         if not set(self._lengths) | set(self._staged) <= set(owners):
             raise IntegrityError(f"{self.name!r} remembers memories of owners that are closed")
-
-
-def check_budget(name: str, what: str, needed: int, context: ResourceContext) -> None:
-    """Refuse a pool of *needed* bytes that exceeds the memory budget (promise P3)."""
-    if context.memory is not None and needed > context.memory:
-        raise SetupError(
-            f"resource {name!r}: {what} need {needed / 2**20:.1f} MiB, more than the memory budget of "
-            f"{context.memory / 2**20:.1f} MiB; lower max_concurrent_requests or give it more"
-        )

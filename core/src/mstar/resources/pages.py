@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from mstar.resources.base import IntegrityError, Owner, Usage
 from mstar.resources.runs import FreeRuns
+from mstar.spec.errors import RequestError
 
 __all__ = ["Growth", "PagePool"]
 
@@ -80,9 +81,21 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def reserve(self, owner: Owner, pages: int) -> bool:
-        """Promise *pages* in all to *owner* (an earlier, larger promise stands). ``False``: not free now, nothing
-        done."""
+        """Promise *pages* in all to *owner* (an earlier, larger promise stands); to an open one, a session that goes
+        on, *pages* beside those of its committed tokens. ``False``: not free now, nothing done.
+
+        :raises RequestError: an open owner would need more pages than there are.
+        """
         context = self._contexts.get(owner)
+        if context is not None and context.is_open:
+            pages += self.units(context.length)
+            if pages > self.pages:
+                raise RequestError(
+                    f"the session holds {context.length} tokens; with this request it would need {pages} pages of "
+                    f"{self.page_size} tokens, and there are {self.pages}; begin a new session or ask for less",
+                    param="session",
+                    code="request_too_large",
+                )
         more = max(0, pages - (context.promise if context else 0))
         if self._in_use + self._promised + more > self.pages:
             return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
-from mstar.resources.slotted import SlotResource
+from mstar.resources.slotted import SlotResource, check_budget, slot_count
 from mstar.spec.errors import SetupError, nearest
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState
@@ -60,16 +60,11 @@ class RecurrentStateResource(SlotResource):
     spec: RecurrentState
 
     def __init__(self, name: str, spec: RecurrentState, context: ResourceContext):
-        slots = context.max_owners if spec.slots is None else spec.slots
-        if slots < context.max_owners:
-            raise SetupError(
-                f"resources.{name}.slots: {slots} slots cannot hold the {context.max_owners} contexts that may be open "
-                "at once (max_concurrent_requests × contexts, plus sessions); set slots to "
-                f"{context.max_owners} or more, or lower max_concurrent_requests"
-            )
+        slots = slot_count(name, spec.slots, context)
         super().__init__(name, spec, context, slots=slots, first=1)
         shapes = {key: (tuple(shape), _dtype(name, dtype, context)) for key, (shape, dtype) in spec.tensors.items()}
-        self._check_memory(shapes, slots, context.memory)
+        one = sum(dtype.itemsize * torch.Size(shape).numel() for shape, dtype in shapes.values())
+        check_budget(name, f"{slots + 1} slots of {one} bytes", (slots + 1) * one, context)
         self._pools = {
             key: torch.zeros(slots + 1, *shape, dtype=dtype, device=context.device)
             for key, (shape, dtype) in shapes.items()
@@ -77,17 +72,6 @@ class RecurrentStateResource(SlotResource):
         self._device = torch.device(context.device)
         self._indexed: tuple[tuple[int, ...], slice | Tensor] | None = None
         self._pending: RecurrentStateView | None = None
-
-    def _check_memory(
-        self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], slots: int, memory: int | None
-    ) -> None:
-        one = sum(dtype.itemsize * torch.Size(shape).numel() for shape, dtype in shapes.values())
-        if memory is not None and one * (slots + 1) > memory:
-            fit = max(memory // one - 1, 0)
-            raise SetupError(
-                f"resources.{self.name}: {slots + 1} slots of {one} bytes need {one * (slots + 1)} bytes, the budget "
-                f"is {memory}; lower max_concurrent_requests or max_sessions to fit {fit} contexts"
-            )
 
     def pool(self, name: str) -> Tensor:
         """All slots of one tensor ``[slots + 1, *shape]``."""
@@ -97,12 +81,10 @@ class RecurrentStateResource(SlotResource):
 
     # --- life -------------------------------------------------------------------------------------------------------
     def open(self, owner: Owner, request: EngineRequest) -> None:
-        slot = self._slots[owner]
-        if owner in self._open:
-            return
-        for pool in self._pools.values():
-            pool[slot].zero_()
-        self._open.add(owner)
+        fresh = owner not in self._open
+        super().open(owner, request)
+        for pool in self._pools.values() if fresh else ():
+            pool[self._slots[owner]].zero_()
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RecurrentStateView:

@@ -5,10 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mstar.resources.base import Owner, Resource, ResourceContext, Usage
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Usage
 from mstar.resources.slots import SlotPool
+from mstar.spec.errors import SetupError
+from mstar.spec.request import EngineRequest
 
-__all__ = ["SlotResource"]
+__all__ = ["SlotResource", "check_budget", "slot_count"]
+
+
+def slot_count(name: str, slots: int | None, context: ResourceContext) -> int:
+    """Slots of a resource with one slot per context: *slots*, or as many as contexts may be open (promise P3)."""
+    if slots is None:
+        return context.max_owners
+    if slots < context.max_owners:
+        raise SetupError(
+            f"resource {name!r}: slots={slots}, but {context.max_owners} contexts may be open at once "
+            "(max_concurrent_requests × contexts, plus sessions); raise slots, or lower max_concurrent_requests or "
+            "max_sessions"
+        )
+    return slots
+
+
+def check_budget(name: str, what: str, needed: int, context: ResourceContext) -> None:
+    """Refuse a pool of *needed* bytes that exceeds the memory budget (promise P3)."""
+    if context.memory is not None and needed > context.memory:
+        raise SetupError(
+            f"resource {name!r}: {what} need {needed / 2**20:.1f} MiB, more than the memory budget of "
+            f"{context.memory / 2**20:.1f} MiB; lower max_concurrent_requests or max_sessions, or give it more memory"
+        )
 
 
 class SlotResource(Resource):
@@ -31,7 +55,14 @@ class SlotResource(Resource):
     def reserve(self, owner: Owner, units: int) -> bool:
         return self._slots.reserve(owner)
 
+    def open(self, owner: Owner, request: EngineRequest) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        self._open.add(owner)
+
     def close(self, owner: Owner) -> None:
+        if owner not in self._slots:
+            raise IntegrityError(f"{owner} has no slot in {self.name!r}")
         self._slots.release(owner)
         self._open.discard(owner)
 

@@ -10,10 +10,9 @@ import torch
 
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, pick_backend
 from mstar.resources.attention.memory import dtype_named
-from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
-from mstar.resources.cross_kv import check_budget, slot_count
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.paged_kv import PagedView, flat_positions
-from mstar.resources.slots import SlotPool
+from mstar.resources.slotted import SlotResource, check_budget, slot_count
 from mstar.spec import resources as specs
 from mstar.spec.errors import MstarError, SetupError
 from mstar.spec.request import EngineRequest
@@ -23,7 +22,7 @@ __all__ = ["WindowKV"]
 _Ints = npt.NDArray[np.int64]
 
 
-class WindowKV(Resource):
+class WindowKV(SlotResource):
     """A ring per context that holds its first ``sink`` and last ``window`` tokens. Its view is a
     :class:`~mstar.resources.paged_kv.PagedView`; positions go on counting past the window.
 
@@ -36,10 +35,10 @@ class WindowKV(Resource):
     spec: specs.WindowKV
 
     def __init__(self, name: str, spec: specs.WindowKV, context: ResourceContext):
-        super().__init__(name, spec, context)
         if spec.window < 1 or spec.max_step < 1 or spec.sink < 0:
             raise SetupError(f"resource {name!r}: window and max_step must be at least 1 and sink at least 0")
         slots = slot_count(name, spec.slots, context)
+        super().__init__(name, spec, context, slots=slots)
         need = AttentionNeed(
             mode="kv",
             device=torch.device(context.device),
@@ -58,28 +57,15 @@ class WindowKV(Resource):
         self.memory = KVMemory(
             spec.layers, slots * self._slot_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )
-        self._slots = SlotPool(slots)
         self._lengths: dict[Owner, int] = {}
         self._windows = (spec.window,) * spec.layers
 
-    def units(self, tokens: int) -> int:
-        return 1
-
-    def capacity(self) -> int:
-        return self._slots.slots
-
-    def reserve(self, owner: Owner, units: int) -> bool:
-        return self._slots.reserve(owner)
-
     def open(self, owner: Owner, request: EngineRequest) -> None:
-        if owner not in self._slots:
-            raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        super().open(owner, request)
         self._lengths.setdefault(owner, 0)
 
     def close(self, owner: Owner) -> None:
-        if owner not in self._slots:
-            raise IntegrityError(f"{owner} has no slot in {self.name!r}")
-        self._slots.release(owner)
+        super().close(owner)
         self._lengths.pop(owner, None)
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
@@ -119,10 +105,7 @@ class WindowKV(Resource):
             for row in rows:
                 self._lengths[row.owner] += row.length
 
-    def usage(self) -> Usage:
-        return self._slots.usage()
-
     def check(self, owners: Sequence[Owner]) -> None:
-        self._slots.check(owners)
+        super().check(owners)
         if not set(self._lengths) <= set(owners):
             raise IntegrityError(f"{self.name!r} remembers owners that are closed")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import inspect
 import os
 import threading
@@ -28,7 +29,7 @@ from mstar.cluster.base import Phase
 from mstar.runtime.answer import Answer
 from mstar.runtime.result import Result
 from mstar.runtime.service import Service, open_service
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, TextDelta
@@ -44,7 +45,8 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Task)
 
 Messages = str | Sequence[Message | Mapping[str, Any]]
-"""A user's text, or a conversation: :class:`~mstar.spec.tasks.Message` objects, or ``{"role": …, "content": text}``."""
+"""A user's text, or a conversation: :class:`~mstar.spec.tasks.Message` objects, or mappings with their fields
+(``{"role": …, "content": text}``)."""
 
 
 def load(
@@ -251,9 +253,18 @@ class Local:
 def _message(message: Message | Mapping[str, Any]) -> Message:
     if isinstance(message, Message):
         return message
-    content = message.get("content", "")
+    known = [f.name for f in dataclasses.fields(Message)]
+    for key in message:
+        if key not in known:
+            raise RequestError(f"a message has no {key!r}{nearest(key, known)}", param="messages")
+    if "role" not in message:
+        raise RequestError("a message lacks its 'role'", param="messages")
+    content = message.get("content") or ()
     parts = (Text(content),) if isinstance(content, str) else tuple(content)
-    return Message(message["role"], parts)
+    for part in parts:
+        if not isinstance(part, Part):
+            raise RequestError(f"content: a text or parts (mstar.spec.tasks), not {part!r:.80}", param="messages")
+    return Message(**{**message, "content": parts})
 
 
 def _texts(deltas: Iterator[Delta]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pkgutil
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
+from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
 from mstar.runtime.opening import Say, prepare_config
 from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
@@ -124,7 +124,7 @@ class Service:
         weights = Path(config.weights) if config.weights is not None else None
         context = ProcessorContext(self.spec, weights, config.deployment.model_kwargs)
         try:
-            self._processor = pkgutil.resolve_name(self.spec.processor)(context)
+            self._processor = load_object(self.spec.processor)(context)
         except SetupError:
             raise
         except Exception as error:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from mstar.spec.deployment import SchedulerOptions
 
 __all__ = ["Batch", "Item", "Scheduler", "Ticket"]
-
-Verdict = Literal["yes", "wait"]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,8 @@ from typing import Any
 
 from mstar.scheduler.admission import AdmissionQueue, CompletionRate
 from mstar.scheduler.base import Batch, Item, Scheduler, Ticket
-from mstar.scheduler.groups import Deadlines, Group
+from mstar.scheduler.deadlines import Deadlines
+from mstar.scheduler.groups import Group
 from mstar.spec.deployment import SchedulerOptions
 
 __all__ = ["DefaultScheduler"]
@@ -53,7 +54,7 @@ class DefaultScheduler(Scheduler):
         self._cut: dict[str, list[Item]] = {}
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._turns: OrderedDict[Group, None] = OrderedDict()
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[Item] = Deadlines()
         self._urgent_run = 0
         self._now = 0.0
         self._step_began: float | None = None
@@ -103,8 +104,7 @@ class DefaultScheduler(Scheduler):
             group = self._add_group(item.group)
         group.add(item, front=bool(self._cut) and self._was_cut(item))
         self._turns[group] = None  # a group that is waiting for its turn keeps its place
-        if item.deadline is not None:
-            self._deadlines.add(item)
+        self._deadlines.add(item)
 
     def next(self, now: float) -> Batch | None:
         self._watch_clock(now)
@@ -156,8 +156,7 @@ class DefaultScheduler(Scheduler):
         group.remove(item)
         if not group:
             del self._turns[group]
-        if item.deadline is not None:
-            self._deadlines.discard(item)
+        self._deadlines.discard(item)
 
     def _release(self, item: Item) -> None:
         held = self._items[item.request]
@@ -165,8 +164,7 @@ class DefaultScheduler(Scheduler):
             del self._items[item.request]
         else:
             held.remove(item)
-        if item.deadline is not None:
-            self._deadlines.discard(item)
+        self._deadlines.discard(item)
 
     def _was_cut(self, item: Item) -> bool:
         """Whether *item* is the rest of a call that a step cut; told by the payload, which stands for the call."""

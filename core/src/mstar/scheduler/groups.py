@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from mstar.scheduler.base import Batch, Item
+from mstar.scheduler.deadlines import Deadlines
 from mstar.scheduler.levels import Levels
 
-__all__ = ["PATIENCE", "Deadlines", "Group"]
+__all__ = ["PATIENCE", "Group"]
 
 PATIENCE = 4
 """A line that got nothing worth having in so many steps of its group is served first in the next."""
 
 WORTHWHILE = 8
 """A cut call counts as served when it got at least one part in so many of the step's tokens."""
-
-
-class Deadlines:
-    """Items by deadline, earliest first. Removal is lazy; stale entries outnumber live ones by a few at most."""
-
-    __slots__ = ("_count", "_heap", "_live")
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Item]] = []
-        self._live: dict[Item, int] = {}
-        self._count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._live)
-
-    def add(self, item: Item) -> None:
-        """*item* must have a deadline, which does not change while the item is in here."""
-        assert item.deadline is not None
-        self._count += 1
-        self._live[item] = self._count
-        heapq.heappush(self._heap, (item.deadline, self._count, item))
-
-    def discard(self, item: Item) -> None:
-        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live) + 32:
-            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
-
-    def first(self) -> Item | None:
-        """The item with the earliest deadline, left in place."""
-        while self._heap and self._live.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
 
 
 class Line:
@@ -133,7 +101,7 @@ class Group:
     def __init__(self, key: tuple[Any, ...], limit: int | None, left: Callable[[Item], None]):
         self.key, self.limit, self._left = key, limit, left
         self.decodes, self.chunks, self.wholes = self.lines = (Line(), Line(), Line())
-        self.deadlines = Deadlines()
+        self.deadlines: Deadlines[Item] = Deadlines()
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks or self.wholes)
@@ -141,13 +109,11 @@ class Group:
     def add(self, item: Item, front: bool = False) -> None:
         """*front*: before its equals; for a call that was cut, so that prompts end in the order in which they began."""
         self._line(item).add(item, front)
-        if item.deadline is not None:
-            self.deadlines.add(item)
+        self.deadlines.add(item)
 
     def remove(self, item: Item) -> None:
         self._line(item).remove(item)
-        if item.deadline is not None:
-            self.deadlines.discard(item)
+        self.deadlines.discard(item)
 
     def fill(self, rows: int, tokens: int, urgent: float) -> tuple[Batch, list[Item]]:
         """Take the next step's items out of the group: at most *rows*, of *tokens* in all.

@@ -42,11 +42,6 @@ class Levels(Generic[T]):
         del self._order[bisect_left(self._order, priority)]
 
     @property
-    def top_priority(self) -> int:
-        """The highest priority in use. Only when there is one."""
-        return self._order[-1]
-
-    @property
     def top(self) -> T:
         """The bucket of the highest priority in use. Only when there is one."""
         return self._by_priority[self._order[-1]]

@@ -30,6 +30,9 @@ from mstar.spec.resources import ResourceSpec
 
 __all__ = ["calls_of", "check_graph", "faults"]
 
+_FLOATS = frozenset({"model", "float64", "float32", "float16", "bfloat16"})
+_DTYPES = _FLOATS | {"int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"}
+
 
 def check_graph(model: str, graph: Graph, resources: Mapping[str, ResourceSpec]) -> None:
     """Raise :class:`GraphError` with every fault of *graph*."""
@@ -43,6 +46,8 @@ def faults(graph: Graph, resources: Mapping[str, ResourceSpec]) -> Iterator[str]
     yield from _unique("stream", (s.name for s in graph.streams))
     yield from _unique("partition", (p.name for p in graph.partitions))
     yield from _unique("input", (p.name for p in graph.inputs))
+    for port in graph.inputs:
+        yield from _dtype_faults("inputs", port)
     for node in graph.nodes:
         yield from _unique(f"entry of node {node.name!r}", (e.name for e in node.entries))
         for entry in node.entries:
@@ -99,8 +104,14 @@ def _entry_faults(where: str, entry: Entry, resources: Mapping[str, ResourceSpec
     elif entry.prefix:
         yield f"{where}: prefix reuse needs a chunk port"
     for port in (*entry.inputs, *entry.outputs):
+        yield from _dtype_faults(where, port)
         if port.layout == "packed" and not port.shape:
             yield f"{where}: packed port {port.name!r} needs a first dimension"
+
+
+def _dtype_faults(where: str, port: Port) -> Iterator[str]:
+    if port.dtype not in _DTYPES:
+        yield f"{where}: port {port.name!r} has unknown dtype {port.dtype!r}{nearest(port.dtype, _DTYPES)}"
 
 
 def _partition_faults(graph: Graph) -> Iterator[str]:
@@ -140,14 +151,18 @@ def _stream_faults(graph: Graph) -> Iterator[str]:
         for uses, end, verb in ((emitted, stream.source, "emits to"), (pulled, stream.target, "pulls from")):
             for partition in uses.get(stream.name, set()) - {end}:
                 yield f"{where}: partition {partition!r} {verb} it, only {end!r} may"
-        if stream.capacity < _largest_chunk(stream):
-            yield f"{where}: capacity {stream.capacity} is below its largest chunk of {_largest_chunk(stream)} items"
+        yield from _dtype_faults(where, stream.port)
+        sizes = _chunk_sizes(stream)
+        if not sizes or min(sizes) < 1 or getattr(stream.chunk, "left", 0) < 0:
+            yield f"{where}: chunks hold at least one item, and a context of zero or more: {stream.chunk}"
+        elif stream.capacity < max(sizes):
+            yield f"{where}: capacity {stream.capacity} is below its largest chunk of {max(sizes)} items"
 
 
-def _largest_chunk(stream: Stream) -> int:
+def _chunk_sizes(stream: Stream) -> tuple[int, ...]:
     if isinstance(stream.chunk, Fixed):
-        return stream.chunk.size
-    return max(stream.chunk.sizes) if isinstance(stream.chunk, Ramp) else 1
+        return (stream.chunk.size,)
+    return stream.chunk.sizes if isinstance(stream.chunk, Ramp) else (1,)
 
 
 def _stream_uses(graph: Graph) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -236,10 +251,14 @@ class _Flow:
     def _par(self, walk: Par, have: set[str], loops: list[Loop]) -> Iterator[str]:
         made: set[str] = set()
         held: dict[tuple[str, str], int] = {}
+        written: dict[str, int] = {}
         for number, part in enumerate(walk.parts):
             branch = set(have)
             yield from self._visit(part, branch, loops, True)
             made |= branch
+            for value in {value for call in calls_of(part) for value in call.outputs.values()}:
+                if written.setdefault(value, number) != number:
+                    yield f"walk {self.name!r}: two branches of a Par write {value!r}: which one stays is chance"
             keys = {
                 (resource, call.context)
                 for call in calls_of(part)
@@ -293,8 +312,7 @@ class _Flow:
 
 
 def _type_faults(where: str, producer: Port, port: Port) -> Iterator[str]:
-    floats = {"model", "float32", "float16", "bfloat16", "float64"}
-    if producer.dtype != port.dtype and not (producer.dtype in floats and port.dtype in floats):
+    if producer.dtype != port.dtype and not {producer.dtype, port.dtype} <= _FLOATS:
         yield f"{where}: {producer.dtype} does not fit {port.dtype}"
     one_item = port.layout == "packed" and producer.layout != "packed" and len(producer.shape) == len(port.shape) - 1
     if len(producer.shape) != len(port.shape) and not one_item:

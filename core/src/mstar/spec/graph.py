@@ -295,7 +295,8 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Whole:
-    """One chunk with everything, when the stream ends."""
+    """One chunk with everything, when the stream ends. The stream's capacity bounds what may be written in all: more
+    fails the request, since a writer that waited would wait for ever."""
 
 
 @dataclass(frozen=True)

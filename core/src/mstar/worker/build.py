@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import psutil
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.graph.program import Plan, compile_graph
@@ -87,11 +88,22 @@ def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
         if name not in declared:
             raise SetupError(f"deployment: resources.{name}: unknown resource{nearest(name, declared)}")
         fields = {f.name for f in dataclasses.fields(declared[name])}
+        types = get_type_hints(type(declared[name]))
         for key in overrides:
             if key not in fields:
                 raise SetupError(f"deployment: resources.{name}.{key}: unknown key{nearest(key, fields)}")
-        declared[name] = dataclasses.replace(declared[name], **overrides)
+        typed = {key: _typed(f"resources.{name}.{key}", types[key], value) for key, value in overrides.items()}
+        declared[name] = dataclasses.replace(declared[name], **typed)
     return declared
+
+
+def _typed(where: str, wanted: Any, value: Any) -> Any:
+    """*value* of a deployment file as the type that a resource's field declares."""
+    try:
+        return TypeAdapter(wanted).validate_python(value)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        raise SetupError(f"deployment: {where}: {fault['msg']} (got {value!r})") from None
 
 
 def _check_placement(deployment: Deployment, nodes: list[str]) -> None:
@@ -111,8 +123,11 @@ def _make_resources(
     dtype: torch.dtype,
 ) -> dict[str, Resource]:
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
+    free = _free_memory(device)
+    # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
+    # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
     unsized = sum(getattr(spec, "tokens", 0) is None for spec in declared.values())
-    budget = _memory_budget(device) // max(unsized, 1)
+    share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(unsized, 1)
     made: dict[str, Resource] = {}
     for name, spec in declared.items():
         contexts = len(plan.contexts.get(name, ())) or 1
@@ -121,19 +136,18 @@ def _make_resources(
             owners += deployment.max_sessions * contexts
         if getattr(spec, "backend", "") is None and deployment.engine.attention is not None:
             spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
-        memory = budget if getattr(spec, "tokens", 0) is None else None
+        memory = share if getattr(spec, "tokens", 0) is None else free
         context = ResourceContext(device, dtype, owners, memory, backends)
         made[name] = registry.resource(spec.kind)(name, spec, context)
     return made
 
 
-def _memory_budget(device: torch.device) -> int:
-    """Bytes that pools without a size of their own may take together: most of what a GPU has free once the weights are
-    there, a quarter of a computer's free memory (it has other work to do)."""
+def _free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on *device*: what the system keeps as file cache (the weights just read) counts."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.85)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return int(psutil.virtual_memory().available)
 
 
 def _load_nodes(

@@ -6,7 +6,6 @@ is plain and synchronous: choose a batch, run it, route its outputs. It is the o
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from mstar.graph.run import CallRun, RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner
 from mstar.scheduler.base import Batch, Item, Ticket
+from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
@@ -72,7 +72,7 @@ class Worker:
         )
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._live: dict[str, _Live] = {}
-        self._timeouts: list[tuple[float, str]] = []  # heap; entries of requests that have ended are skipped
+        self._timeouts: Deadlines[_Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
         self._next_check = time.monotonic()
@@ -94,17 +94,17 @@ class Worker:
             self._refuse(request, error)
         else:
             self._live[request.id] = live
-            if live.deadline is not None:
-                heapq.heappush(self._timeouts, (live.deadline, request.id))
-            self.hook.mstar_request_submitted(request=request)
+            self._timeouts.add(live)
+            self._tell("mstar_request_submitted", request=request)
 
     def _admit_later(self, request: EngineRequest, now: float) -> _Live:
         needs = self.admission.needs(request)
         run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
-        timeout = request.timeout or self.config.deployment.request_timeout_s
+        timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
         live = _Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
         if request.session is not None:
-            live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            session = live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            live.fresh = not session.owners  # a context that goes on has no head to skip
         try:
             self.scheduler.submit(Ticket(request.id, request.tenant, request.priority, now, live))
         except RequestError:
@@ -116,12 +116,7 @@ class Worker:
         live = self._live.get(push.id)
         if live is None:
             return  # it has ended; its end is on the way to the client
-        try:
-            live.run.push(push)
-        except RequestError as error:
-            self._fail(live, error)
-        else:
-            self._collect(live)
+        self._guarded(live, lambda: live.run.push(push))
 
     def cancel(self, cancel: Cancel) -> None:
         live = self._live.get(cancel.id)
@@ -131,8 +126,7 @@ class Worker:
     def ack(self, request: str, stream: str, items: int) -> None:
         live = self._live.get(request)
         if live is not None:
-            live.run.ack(stream, items)
-            self._collect(live)
+            self._guarded(live, lambda: live.run.ack(stream, items))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
@@ -156,13 +150,11 @@ class Worker:
 
     def next_deadline(self) -> float | None:
         """Until when (monotonic seconds) an idle worker may sleep."""
-        times = [self._timeouts[0][0]] if self._timeouts else []
-        expiry = self.sessions.next_expiry()
-        if expiry is not None:
-            times.append(expiry)
+        first = self._timeouts.first()
+        times = [first.deadline if first is not None else None, self.sessions.next_expiry()]
         if not self._checked:
             times.append(self._next_check)
-        return min(times, default=None)
+        return min((t for t in times if t is not None), default=None)
 
     def status(self) -> dict[str, Any]:
         return {
@@ -206,7 +198,7 @@ class Worker:
 
     def _begin(self, live: _Live) -> None:
         started = live.started or 0.0
-        self.hook.mstar_request_started(request=live.request, queued_s=started - live.arrival)
+        self._tell("mstar_request_started", request=live.request, queued_s=started - live.arrival)
         parent = self._live.get(live.request.sibling_of or "")
         if self._shares_prompts and parent is not None and parent.started is not None and parent.fresh:
             parent.siblings.append(live)  # its prompt is being computed: wait and share it
@@ -217,12 +209,11 @@ class Worker:
         """Run a route or a stream operation of *live*; what it raises ends that request only."""
         try:
             action()
+            self._collect(live)
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("request %r failed", live.request.id)
             self._fail(live, error)
-        else:
-            self._collect(live)
 
     def _collect(self, live: _Live) -> None:
         """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
@@ -310,7 +301,14 @@ class Worker:
                 self._guarded(sibling, sibling.run.start)
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
-        self.hook.mstar_step_done(node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
+        self._tell("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
+
+    def _tell(self, hook: str, **facts: Any) -> None:
+        """Tell the observers. One that raises is logged: a step that has run must not count as failed for it."""
+        try:
+            getattr(self.hook, hook)(**facts)
+        except Exception:
+            log.exception("an observer of %s failed", hook)
 
     # --- requests end -------------------------------------------------------------------------------------------------
     def _finish(self, live: _Live, reason: str) -> None:
@@ -327,12 +325,13 @@ class Worker:
     def _end(self, live: _Live, event: Done | Failed, keep_session: bool) -> None:
         if self._live.pop(live.request.id, None) is None:
             return
+        self._timeouts.discard(live)
         self.scheduler.forget(live.request.id)
         if live.started is not None:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
         self._events.append(event)
-        self.hook.mstar_request_ended(request=live.request, event=event)
+        self._tell("mstar_request_ended", request=live.request, event=event)
         self._end_fresh(live)
 
     def _release(self, live: _Live, keep_session: bool, now: float) -> None:
@@ -355,12 +354,10 @@ class Worker:
         return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
 
     def _expire(self, now: float) -> None:
-        while self._timeouts and self._timeouts[0][0] <= now:
-            deadline, request = heapq.heappop(self._timeouts)
-            live = self._live.get(request)
-            if live is not None and live.deadline == deadline:
-                took = f"the request took longer than {deadline - live.arrival:g} s"
-                self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
+        while (live := self._timeouts.first()) is not None and live.deadline is not None and live.deadline <= now:
+            took = f"the request took longer than {live.deadline - live.arrival:g} s"
+            self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
+        self.sessions.expire(now)
 
     # --- books --------------------------------------------------------------------------------------------------------
     def _owner(self, work: Work, resource: str) -> Owner:
@@ -374,7 +371,6 @@ class Worker:
         self.resources[resource].close(owner)
 
     def _idle(self, now: float) -> None:
-        self.sessions.expire(now)
         if now >= self._next_check and not self._checked:
             self._next_check = now + self.config.deployment.engine.idle_check_s
             self.check()

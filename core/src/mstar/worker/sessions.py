@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Sessions:
     def __init__(self, limit: int, ttl_s: float, release: Callable[[str, Owner], None]):
         self.limit, self.ttl_s, self._release = limit, ttl_s, release
         self._sessions: dict[str, Session] = {}
+        self._idle: OrderedDict[str, Session] = OrderedDict()  # those that nobody holds, used longest ago first
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -46,32 +48,37 @@ class Sessions:
             raise RequestError(
                 f"session {name!r} is in use by another request", param="session", code="session_busy", status=409
             )
+        self._idle.pop(name, None)
         session.user, session.last_used = request, now
         return session
 
     def give_back(self, session: Session, now: float, *, keep: bool) -> None:
         """The request has ended. ``keep=False`` drops the state: after an error nobody knows what it holds."""
         session.user, session.last_used = None, now
-        if not keep or not session.owners:
+        if keep and session.owners:
+            self._idle[session.name] = session
+        else:
             self._drop(session)
 
     def evict_one(self) -> bool:
         """Drop the idle session that was used longest ago; ``False`` if none is idle."""
-        idle = [s for s in self._sessions.values() if s.user is None]
-        if not idle:
-            return False
-        self._drop(min(idle, key=lambda s: s.last_used))
-        return True
+        oldest = next(iter(self._idle.values()), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def expire(self, now: float) -> None:
-        for session in [s for s in self._sessions.values() if s.user is None and now - s.last_used > self.ttl_s]:
-            self._drop(session)
+        """Drop those that nobody has used for longer than *ttl_s*. Costs nothing when there are none."""
+        while (expiry := self.next_expiry()) is not None and expiry < now:
+            self.evict_one()
 
     def open_owners(self, resource: str) -> list[Owner]:
         return [owner for s in self._sessions.values() for name, owner in s.owners if name == resource]
 
     def next_expiry(self) -> float | None:
-        return min((s.last_used + self.ttl_s for s in self._sessions.values() if s.user is None), default=None)
+        """When the next idle session becomes too old, in monotonic seconds."""
+        oldest = next(iter(self._idle.values()), None)
+        return None if oldest is None else oldest.last_used + self.ttl_s
 
     def close(self) -> None:
         for session in list(self._sessions.values()):
@@ -79,5 +86,6 @@ class Sessions:
 
     def _drop(self, session: Session) -> None:
         del self._sessions[session.name]
+        self._idle.pop(session.name, None)
         for resource, owner in session.owners:
             self._release(resource, owner)

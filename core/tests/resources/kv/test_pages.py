@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, consumes, initialize, inv
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.pages import PagePool
 from mstar.resources.runs import FreeRuns
+from mstar.spec.errors import RequestError
 
 Content = dict[int, list[int]]
 
@@ -92,8 +93,13 @@ class Books(RuleBasedStateMachine):
 
     @rule(owner=owners, pages=st.integers(1, 12))
     def enlarge(self, owner: Owner, pages: int) -> None:
-        if self.pool.reserve(owner, pages):
-            self.promise[owner] = max(pages, self.promise[owner])
+        """A session's next request: *pages* beside what the owner holds."""
+        total = pages + self.pool.units(self.pool.length(owner))
+        if total > self.pool.pages:
+            with pytest.raises(RequestError, match="begin a new session"):
+                self.pool.reserve(owner, pages)
+        elif self.pool.reserve(owner, pages):
+            self.promise[owner] = max(total, self.promise[owner])
 
     @rule(owner=consumes(owners))
     def close(self, owner: Owner) -> None:

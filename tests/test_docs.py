@@ -1,0 +1,68 @@
+"""What the documentation shows is so: files exist, links lead somewhere, examples work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mstar.nn.model import Model, Run
+from mstar.spec.check import check_graph
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.resources import PagedKV, Sampler
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+)
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+BASES = [ROOT, ROOT / "core/src/mstar", ROOT / "core/src", ROOT / "server/src"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@PAGE
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"`([\w./-]+\.(?:py|md|toml))`", page.read_text(encoding="utf-8"))
+    missing = [name for name in named if not any((base / name).is_file() for base in [*BASES, page.parent])]
+    assert missing == []
+
+
+@PAGE
+def test_every_link_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert missing == []
+
+
+def test_the_architecture_page_names_every_folder_of_the_core() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    folders = {path.parent.name for path in (ROOT / "core/src/mstar").glob("*/__init__.py")}
+    assert len(folders) > 10
+    assert [folder for folder in sorted(folders) if f"`{folder}/" not in text] == []
+
+
+def test_the_graph_of_the_concepts_page_is_sound() -> None:
+    (source,) = [block for block in blocks("docs/concepts.md", "python") if "Graph(" in block]
+    names: dict[str, Any] = {}
+    exec(compile(source, "docs/concepts.md", "exec"), names)
+    check_graph("the example", names["graph"], {"kv": PagedKV(), "sampler": Sampler(vocab=8)})
+
+
+def test_the_route_of_the_concepts_page_is_one() -> None:
+    (source,) = [block for block in blocks("docs/concepts.md", "python") if "def route" in block]
+    names: dict[str, Any] = {"Run": Run, "Model": Model}
+    exec(compile(source, "docs/concepts.md", "exec"), names)
+    route = names["route"](None, "talk", None)
+    assert next(route) == Run("answer", signals=("wants_image",))
+
+
+def test_the_deployment_file_of_the_quickstart_is_valid() -> None:
+    (text,) = blocks("docs/quickstart.md", "yaml")
+    deployment = merge_deployment("smollm2", yaml.safe_load(text))
+    assert deployment.resources["kv"] == {"tokens": 16384}
