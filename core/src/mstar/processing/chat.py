@@ -167,11 +167,14 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
 
 
 def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = dict(call.get("function", {}))
+    function = call.get("function", {})
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}: function must be an object", param=f"{where}.function")
+    function = dict(function)
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(f"{where}: arguments are not valid JSON", param=f"{where}.function.arguments") from None
     return {**call, "function": function}
 

@@ -77,7 +77,11 @@ class TextTokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """*special*: add the tokens that the tokenizer puts around a text (a beginning-of-text token)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except TypeError:
+            # the library's answer to half a surrogate pair, which JSON can spell and UTF-8 cannot
+            raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
