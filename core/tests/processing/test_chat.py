@@ -123,6 +123,13 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
     write_folder(tmp_path, max_position_embeddings=None)
     with pytest.raises(SetupError, match="max_position_embeddings"):
         processor(tmp_path)
+    write_folder(tmp_path, max_position_embeddings=1)
+    with pytest.raises(SetupError, match="no room"):
+        processor(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(SetupError, match="chat template is broken"):
+        processor(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SetupError, match="not valid JSON"):
         processor(tmp_path)

@@ -43,6 +43,8 @@ class Limits:
         context = model_kwargs.get("max_tokens") or text.get("max_position_embeddings")
         if not isinstance(context, int):
             raise SetupError(f"{folder / 'config.json'} has no max_position_embeddings: set model_kwargs.max_tokens")
+        if context < 2:
+            raise SetupError(f"a context of {context} tokens has no room for a prompt and an answer: set at least 2")
         default = int(model_kwargs.get("default_max_tokens", DEFAULT_MAX_TOKENS))
         return cls(context, int(text.get("vocab_size", vocab)), default)
 

@@ -64,6 +64,9 @@ class TextTokenizer:
         self.folder = folder
         self.config = read_json(folder, "tokenizer_config.json")
         self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
+        sources = _template_sources(folder, self.config)
+        # compiled now: a broken template stops the start, not every request
+        self.chat_template = ChatTemplate(sources, self.special_tokens) if sources else None
 
     @property
     def vocab_size(self) -> int:
@@ -101,11 +104,6 @@ class TextTokenizer:
                 return tuple(value) if isinstance(value, list) else (int(value),)
         found = self.id_of(self.special_tokens.get("eos_token", ""))
         return () if found is None else (found,)
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        sources = _template_sources(self.folder, self.config)
-        return ChatTemplate(sources, self.special_tokens) if sources else None
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
