@@ -175,6 +175,10 @@ async def test_only_what_the_client_set_reaches_the_knobs(kit, chat):
         ("stream", "yes", "boolean"),
         ("logit_bias", {"x": 1}, "token id"),
         ("logit_bias", {"1": 101}, "-100"),
+        ("logit_bias", {"9" * 5000: 1}, "token id"),
+        ("top_k", 2**63, "beyond 64 bits"),
+        ("max_tokens", 10**40, "beyond 64 bits"),
+        ("temperature", "\ud800", "\\ud800"),
         ("stop", 3, "stop"),
         ("steps", 51, "50"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "not supported"),
@@ -192,7 +196,8 @@ async def test_a_bad_field_is_named_before_any_byte_of_a_stream(kit, chat, field
     service = kit.Service(kit.HELLO)
     async with kit.client(service) as client:
         body = chat(**{"stream": stream, field: value}) if field != "stream_options" else chat(**{field: value})
-        reply = await client.post(URL, json=body)
+        # as bytes: httpx would not send half a surrogate pair
+        reply = await client.post(URL, content=json.dumps(body), headers={"Content-Type": "application/json"})
         error = reply.json()["error"]
         assert reply.status_code == 400
         assert error["param"] == field

@@ -126,12 +126,19 @@ async def test_form_and_json_make_the_same_task(kit, form):
         ({"files": [{"data": "", "nam": "a"}]}, "files[0].nam", "unknown"),
         ({"files": [{"data": "data:image/png;base64,iVBORw=="}]}, "files[0]", "image"),
         ({"text": "x" * 101}, "text", "limit of 100"),
+        ({"session": ""}, "session", "1 to 256"),
+        ({"session": "x" * 257}, "session", "1 to 256"),
+        ({"session": "\ud800"}, "session", "1 to 256"),
+        ({"\ud800": 1}, "\\ud800", "unknown"),
+        ({"x" * 10**6: 1}, "x" * 4096 + "…", "unknown"),
+        ({"model_kwargs": {"seed": 2**63}}, "model_kwargs.seed", "nearest valid value"),
         ({"files": [{"data": ""}] * 3}, "files", "limit of 2"),
     ],
 )
 async def test_a_bad_field_is_named(kit, body, param, said):
     async with kit.client(kit.Service(kit.HELLO), max_text_chars=100, max_files=2) as client:
-        reply = await client.post("/generate", json=body)
+        # as bytes: httpx would not send half a surrogate pair
+        reply = await client.post("/generate", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
     assert said in reply.json()["error"]["message"]

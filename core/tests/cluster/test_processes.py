@@ -77,11 +77,18 @@ async def test_a_value_that_cannot_travel_fails_its_request_only() -> None:
         driver.executor.submit(EngineRequest(id="good", params={"count": 2}))
         driver.executor.submit(EngineRequest(id="bad", inputs={"x": np.array(["text", None], dtype=object)}))
         driver.executor.submit(EngineRequest(id="worse", params={"object": True}))
+        driver.executor.submit(EngineRequest(id="huge", params={"seed": 2**64}))
+        driver.executor.submit(EngineRequest(id="half", session="\ud800"))
         assert isinstance(await driver.end("good"), Done)
-        for name in ("bad", "worse"):
+        for name, said in (
+            ("bad", "dtype object"),
+            ("worse", "dtype object"),
+            ("huge", "serialize ints"),
+            ("half", "surrogates"),
+        ):
             end = await driver.end(name)
             assert isinstance(end, Failed)
-            assert "dtype object" in end.message
+            assert said in end.message
         status = await driver.executor.status()
         assert status["running"] == []
 

@@ -123,6 +123,13 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
     write_folder(tmp_path, max_position_embeddings=None)
     with pytest.raises(SetupError, match="max_position_embeddings"):
         processor(tmp_path)
+    write_folder(tmp_path, max_position_embeddings=1)
+    with pytest.raises(SetupError, match="no room"):
+        processor(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(SetupError, match="chat template is broken"):
+        processor(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SetupError, match="not valid JSON"):
         processor(tmp_path)
@@ -231,12 +238,28 @@ def test_bad_requests_name_the_field(folder: Path, task: Any, param: str) -> Non
     assert caught.value.status == 400
 
 
-def test_broken_tool_arguments_name_the_call(folder: Path) -> None:
-    call = {"function": {"name": "f", "arguments": "{"}}
-    task = ChatTask(knobs=sampling(), messages=(Message("assistant", (), tool_calls=[call]),))
+@pytest.mark.parametrize(
+    ("function", "param"),
+    [
+        ({"name": "f", "arguments": "{"}, "function.arguments"),
+        ({"name": "f", "arguments": "[" * 100_000}, "function.arguments"),
+        ("f", "function"),
+        (5, "function"),
+        (None, "function"),
+        ([1], "function"),
+    ],
+)
+def test_a_broken_tool_call_is_named(folder: Path, function: Any, param: str) -> None:
+    task = ChatTask(knobs=sampling(), messages=(Message("assistant", (), tool_calls=[{"function": function}]),))
     with pytest.raises(RequestError) as caught:
         processor(folder).prepare(task, "r")
-    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+    assert caught.value.param == f"messages[0].tool_calls[0].{param}"
+
+
+def test_a_text_that_is_no_unicode_is_refused(folder: Path) -> None:
+    task = ChatTask(knobs=sampling(), messages=(Message("user", (Text("\ud800"),)),))
+    with pytest.raises(RequestError, match="surrogate"):
+        processor(folder).prepare(task, "r")
 
 
 def test_a_response_format_becomes_the_grammar(folder: Path) -> None:

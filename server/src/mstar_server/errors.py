@@ -43,6 +43,9 @@ _BY_STATUS = {
     415: ("invalid_request_error", "unsupported_media_type"),
 }
 
+_LONGEST_TEXT = 4096
+"""Characters of a message or a field's name that are sent back."""
+
 
 class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
@@ -63,7 +66,16 @@ def as_request_error(error: BaseException) -> RequestError:
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    param = None if error.param is None else _readable(error.param)
+    return {"error": {"message": _readable(error.message), "type": error.type, "param": param, "code": error.code}}
+
+
+def _readable(text: str) -> str:
+    """*text*, which may quote what a client sent, as something that can be sent back: JSON can spell half a surrogate
+    pair, UTF-8 cannot; and what is quoted has no bound."""
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}…"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:

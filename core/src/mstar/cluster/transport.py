@@ -107,6 +107,10 @@ class Codec(Generic[M]):
         self._stored.clear()
         try:
             return self._encoder.encode(messages)
+        except (ValueError, OverflowError, RecursionError) as error:
+            # integers beyond 64 bits, strings with lone surrogates, endless nesting
+            self.discard()
+            raise TypeError(f"a value cannot be sent to another process: {error}") from error
         except BaseException:
             self.discard()
             raise

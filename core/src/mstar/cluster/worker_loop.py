@@ -67,8 +67,9 @@ def run_worker(worker: Steppable, channel: Channel, pulse: Pulse) -> None:
 
 
 def _sleep(deadline: float | None) -> float | None:
-    """Seconds to wait for a command; at least a millisecond, so that a deadline just passed is not polled for."""
-    return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+    """Seconds to wait for a command; at least a millisecond, so that a deadline just passed is not polled for, and at
+    most an hour: a wait of millions of years overflows the clocks of operating systems."""
+    return None if deadline is None else min(max(deadline - time.monotonic(), 0.001), 3600.0)
 
 
 def _apply(worker: Steppable, command: Command, reports: list[Report]) -> None:

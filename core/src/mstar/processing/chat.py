@@ -43,6 +43,8 @@ class Limits:
         context = model_kwargs.get("max_tokens") or text.get("max_position_embeddings")
         if not isinstance(context, int):
             raise SetupError(f"{folder / 'config.json'} has no max_position_embeddings: set model_kwargs.max_tokens")
+        if context < 2:
+            raise SetupError(f"a context of {context} tokens has no room for a prompt and an answer: set at least 2")
         default = int(model_kwargs.get("default_max_tokens", DEFAULT_MAX_TOKENS))
         return cls(context, int(text.get("vocab_size", vocab)), default)
 
@@ -167,11 +169,14 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
 
 
 def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = dict(call.get("function", {}))
+    function = call.get("function", {})
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}: function must be an object", param=f"{where}.function")
+    function = dict(function)
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(f"{where}: arguments are not valid JSON", param=f"{where}.function.arguments") from None
     return {**call, "function": function}
 

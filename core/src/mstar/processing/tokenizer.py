@@ -64,6 +64,9 @@ class TextTokenizer:
         self.folder = folder
         self.config = read_json(folder, "tokenizer_config.json")
         self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
+        sources = _template_sources(folder, self.config)
+        # compiled now: a broken template stops the start, not every request
+        self.chat_template = ChatTemplate(sources, self.special_tokens) if sources else None
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +80,11 @@ class TextTokenizer:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """*special*: add the tokens that the tokenizer puts around a text (a beginning-of-text token)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        except TypeError:
+            # the library's answer to half a surrogate pair, which JSON can spell and UTF-8 cannot
+            raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
@@ -97,11 +104,6 @@ class TextTokenizer:
                 return tuple(value) if isinstance(value, list) else (int(value),)
         found = self.id_of(self.special_tokens.get("eos_token", ""))
         return () if found is None else (found,)
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        sources = _template_sources(self.folder, self.config)
-        return ChatTemplate(sources, self.special_tokens) if sources else None
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any

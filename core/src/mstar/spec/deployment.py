@@ -12,7 +12,7 @@ __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SchedulerOptions(_Section):
@@ -30,7 +30,7 @@ class EngineOptions(_Section):
 
     runner: str = "eager"
     attention: str | None = Field(None, description="Force an attention backend by name.")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: all cores.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
 

@@ -87,7 +87,8 @@ class NotReady(RequestError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to *word*, else a list of the known ones, else ``""``."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    # comparing takes time with the word's length, and a client may send any
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= 256 else []
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""

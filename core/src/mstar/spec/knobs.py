@@ -79,11 +79,18 @@ def validate_knobs(cls: type[K], values: dict[str, Any], *, where: str = "") -> 
     :param where: prefix of field names in the error (``"model_kwargs."``).
     """
     try:
-        return cls.model_validate(values)
+        knobs = cls.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"])
         raise RequestError(_explain(cls, name, first), param=where + name, code=_code(first)) from None
+    for name, value in knobs:
+        # JSON has integers of any size; workers and tensors have 64 bits
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            near = 2**63 - 1 if value > 0 else -(2**63)
+            message = f"{name!r}: {str(value)[:80]!r} is beyond 64 bits; the nearest valid value is {near}"
+            raise RequestError(message, param=where + name)
+    return knobs
 
 
 def _code(fault: Any) -> str:

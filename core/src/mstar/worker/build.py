@@ -87,23 +87,25 @@ def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
     for name, overrides in deployment.resources.items():
         if name not in declared:
             raise SetupError(f"deployment: resources.{name}: unknown resource{nearest(name, declared)}")
-        fields = {f.name for f in dataclasses.fields(declared[name])}
-        types = get_type_hints(type(declared[name]))
-        for key in overrides:
-            if key not in fields:
-                raise SetupError(f"deployment: resources.{name}.{key}: unknown key{nearest(key, fields)}")
-        typed = {key: _typed(f"resources.{name}.{key}", types[key], value) for key, value in overrides.items()}
-        declared[name] = dataclasses.replace(declared[name], **typed)
+        declared[name] = _overridden(declared[name], overrides, f"deployment: resources.{name}")
     return declared
 
 
-def _typed(where: str, wanted: Any, value: Any) -> Any:
-    """*value* of a deployment file as the type that a resource's field declares."""
-    try:
-        return TypeAdapter(wanted).validate_python(value)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        raise SetupError(f"deployment: {where}: {fault['msg']} (got {value!r})") from None
+def _overridden(spec: ResourceSpec, overrides: Mapping[str, Any], where: str) -> ResourceSpec:
+    """*spec* with *overrides*, each checked against the type of its field."""
+    fields, types = {f.name for f in dataclasses.fields(spec)}, get_type_hints(type(spec))
+    values = {}
+    for key, value in overrides.items():
+        if key not in fields:
+            raise SetupError(f"{where}.{key}: unknown key{nearest(key, fields)}")
+        try:
+            values[key] = TypeAdapter(types[key]).validate_python(value)
+        except ValidationError as error:
+            raise SetupError(f"{where}.{key}: {error.errors()[0]['msg']} (got {value!r})") from None
+        least = 1 if key == "page_size" else 0
+        if isinstance(values[key], int) and values[key] < least:
+            raise SetupError(f"{where}.{key}: must be at least {least} (got {value!r})")
+    return dataclasses.replace(spec, **values)
 
 
 def _check_placement(deployment: Deployment, nodes: list[str]) -> None:
@@ -138,8 +140,21 @@ def _make_resources(
             spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
         memory = share if getattr(spec, "tokens", 0) is None else free
         context = ResourceContext(device, dtype, owners, memory, backends)
-        made[name] = registry.resource(spec.kind)(name, spec, context)
+        made[name] = _make_resource(registry, name, spec, context)
     return made
+
+
+def _make_resource(registry: Registry, name: str, spec: ResourceSpec, context: ResourceContext) -> Resource:
+    try:
+        return registry.resource(spec.kind)(name, spec, context)
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch has an error of its own for a GPU's memory only; the host's is told from others by its text
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error):
+            raise SetupError(
+                f"resource {name!r}: its pool for {context.max_owners} owners does not fit into memory; lower "
+                f"max_concurrent_requests or resources.{name}"
+            ) from error
+        raise
 
 
 def _free_memory(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from mstar.registry import Registry
 from mstar.resources.base import Owner
 from mstar.scheduler.base import Batch, Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
@@ -106,11 +106,19 @@ class Worker:
             session = live.holding.session = self.sessions.acquire(request.session, request.id, now)
             live.fresh = not session.owners  # a context that goes on has no head to skip
         try:
-            self.scheduler.submit(Ticket(request.id, request.tenant, request.priority, now, live))
+            self._enqueue(Ticket(request.id, request.tenant, request.priority, now, live), now)
         except RequestError:
             self._release(live, keep_session=True, now=now)
             raise
         return live
+
+    def _enqueue(self, ticket: Ticket, now: float) -> None:
+        try:
+            self.scheduler.submit(ticket)
+        except TooBusy:
+            # in a burst, the queue may be full of requests that need not wait: let them start first
+            self._start_requests(now)
+            self.scheduler.submit(ticket)
 
     def push(self, push: Push) -> None:
         live = self._live.get(push.id)

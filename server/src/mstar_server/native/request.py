@@ -18,7 +18,7 @@ from mstar_server.errors import validation_fault
 from mstar_server.media import decode_base64, decode_file, split_data_url
 from mstar_server.options import ServerOptions
 
-__all__ = ["GenerateBody", "NativeRequest", "Upload", "body_schema", "from_form", "from_json", "make_task"]
+__all__ = ["GenerateBody", "NativeRequest", "Upload", "body_schema", "from_form", "from_json", "is_name", "make_task"]
 
 
 class FileBody(BaseModel):
@@ -173,7 +173,14 @@ def _strings(value: str | list[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
+def is_name(value: Any) -> bool:
+    """Whether *value* can name something of the client's: a string of at most 256 characters of valid Unicode."""
+    return isinstance(value, str) and len(value) <= 256 and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 def _checked(request: NativeRequest, options: ServerOptions) -> NativeRequest:
+    if request.session is not None and not (request.session and is_name(request.session)):
+        raise RequestError("'session' must be a string of 1 to 256 characters", param="session")
     if len(request.text) > options.max_text_chars:
         message = f"'text' of {len(request.text)} characters is longer than the limit of {options.max_text_chars}"
         raise RequestError(message, param="text", code="text_too_long")

@@ -12,7 +12,7 @@ import numpy as np
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.tasks import Text
 from mstar_server.media import array_from
-from mstar_server.native.request import GenerateBody, NativeRequest, from_json
+from mstar_server.native.request import GenerateBody, NativeRequest, from_json, is_name
 from mstar_server.options import ServerOptions
 
 __all__ = ["Append", "Follow", "Opening", "parse_follow", "parse_message", "parse_opening"]
@@ -56,7 +56,7 @@ def parse_message(text: str) -> dict[str, Any]:
         raise RequestError(f"the message is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(message, dict):
         raise RequestError("the message must be a JSON object", code="invalid_json")
-    if not isinstance(message.get("id", ""), str) or len(message.get("id", "")) > 256:
+    if not is_name(message.get("id", "")):
         raise RequestError("'id' must be a string of at most 256 characters", param="id")
     return message
 

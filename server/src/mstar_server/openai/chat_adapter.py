@@ -164,7 +164,7 @@ def _logprobs(body: ChatRequest) -> int | None:
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
     result: dict[int, float] = {}
     for token, value in (bias or {}).items():
-        if not (token.isascii() and token.isdecimal()):
+        if not (token.isascii() and token.isdecimal() and len(token) <= 18):  # more digits are beyond 64 bits
             raise RequestError(f"'logit_bias': {token[:40]!r} is not a token id", param="logit_bias")
         if not (math.isfinite(value) and -100 <= value <= 100):
             raise RequestError(f"'logit_bias': {value} for token {token[:40]} is not in -100…100", param="logit_bias")

@@ -170,7 +170,10 @@ def _text(rng: random.Random, longest: int = 40) -> str:
 
 
 def _text_example(rng: random.Random) -> Example:
-    return Example(_text(rng), {"max_tokens": rng.randint(1, 20)})
+    knobs = {"max_tokens": rng.randint(1, 20)}
+    if rng.random() < 0.5:  # one token in sixty-four: some of these answers end early
+        knobs["stop_token"] = rng.randrange(VOCAB)
+    return Example(_text(rng), knobs)
 
 
 def _plain_example(rng: random.Random) -> Example:
@@ -202,12 +205,22 @@ def _count(example: Example) -> int:
     return count
 
 
+def _stopped(tokens: list[int], example: Example) -> list[int]:
+    """*tokens* up to and with the first stop token."""
+    stop = example.knobs.get("stop_token")
+    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
+
+
+def _sums(example: Example) -> list[int]:
+    return _stopped(continue_sum(encode(example.text), _count(example)), example)
+
+
 def _speech(example: Example) -> Mapping[str, Any]:
-    return {"audio": fir_answer(continue_sum(encode(example.text), _count(example)))}
+    return {"audio": fir_answer(_sums(example))}
 
 
 def _omni(example: Example) -> Mapping[str, Any]:
-    tokens = continue_sum(encode(example.text), _count(example))
+    tokens = _sums(example)
     return {"text": decode(tokens), "audio": fir_answer(talker_answer(tokens))}
 
 
@@ -234,7 +247,7 @@ MINIATURES = (
         _MODELS + "text:Chat",
         _TEXT,
         _text_example,
-        lambda e: {"text": decode(continue_sum(encode(e.text), _count(e)))},
+        lambda e: {"text": decode(_sums(e))},
         abilities=_LANGUAGE,
     ),
     Miniature(
@@ -243,7 +256,7 @@ MINIATURES = (
         _MODELS + "text:Seq2Seq",
         _TEXT,
         _text_example,
-        lambda e: {"text": decode(continue_sum([0], _count(e), sum(encode(e.text))))},
+        lambda e: {"text": decode(_stopped(continue_sum([0], _count(e), sum(encode(e.text))), e))},
         prepare=_PROCESSORS + "Seq2SeqProcessor",
     ),
     Miniature(
@@ -297,7 +310,7 @@ MINIATURES = (
         _MODELS + "text:Hybrid",
         _TEXT,
         _text_example,
-        lambda e: {"text": decode(hybrid_answer(encode(e.text), _count(e)))},
+        lambda e: {"text": decode(_stopped(hybrid_answer(encode(e.text), _count(e)), e))},
         abilities=_LANGUAGE,
     ),
     Miniature(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
@@ -46,6 +47,7 @@ class MiniKnobs(SamplingKnobs):
 
     temperature: float = 0.0
     max_tokens: int | None = 16
+    stop_token: int | None = Field(None, ge=0, lt=VOCAB, description="End after this token.")
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ class MiniProcessor(Processor):
                 seed=knobs.seed,
                 max_tokens=knobs.max_tokens or 16,
                 min_tokens=knobs.min_tokens,
+                stop_token_ids=_stop_ids(knobs),
                 logprobs=task.logprobs,
                 logit_bias=dict(task.logit_bias),
             )
@@ -156,6 +159,11 @@ class MiniProcessor(Processor):
 
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
+
+
+def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
+    stop = knobs.stop_token if isinstance(knobs, MiniKnobs) else None
+    return () if stop is None else (stop,)
 
 
 class MiniRenderer(Renderer):

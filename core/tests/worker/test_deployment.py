@@ -1,0 +1,51 @@
+"""A deployment that a worker cannot serve is refused with a sentence that names the key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mstar.registry import Registry
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import SetupError
+from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.miniatures import miniature
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return miniature_registry()
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ({"token": 5}, r"kv\.token: unknown key; did you mean 'tokens'"),
+        ({"tokens": "1e9"}, r"kv\.tokens: .*integer"),  # YAML reads 1e9 as a string
+        ({"tokens": "x"}, r"kv\.tokens: .*integer"),
+        ({"tokens": -1}, r"kv\.tokens: must be at least 0"),
+        ({"tokens": 0}, "the pool holds 0 pages"),
+        ({"page_size": 0}, r"kv\.page_size: must be at least 1"),
+        ({"prefix_cache": "perhaps"}, r"kv\.prefix_cache: .*boolean"),
+        ({"tokens": 10**15}, "memory"),
+    ],
+)
+def test_overrides_of_a_resource_are_typed(registry: Registry, kv: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        Driver(miniature("mini_chat"), registry, resources={"kv": kv})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"session_ttl_s": math.inf},
+        {"request_timeout_s": math.inf},
+        {"engine": {"idle_check_s": math.inf}},
+        {"engine": {"threads": 10**20}},
+    ],
+)
+def test_numbers_without_a_bound_are_refused(layer: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match=r"finite|1024"):
+        merge_deployment("mini_chat", layer)
