@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mstar.registry import Registry
 from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
-from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature
+from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature, text
 from mstar.testing.miniatures.common import decode
 
 from .faults import doom
@@ -149,6 +150,36 @@ def test_a_failing_request_fails_alone(mini: Miniature, registry: Registry) -> N
             assert_right(mini, example, dict(driver.result(name)))
     if alive[1:3]:
         assert any(isinstance(driver.ended[name], Failed) for name in doomed)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_values_that_are_no_numbers_fail_their_request_alone(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    mini = miniature("mini_chat")
+    plain = text.token_logits
+
+    def poisoned(token: torch.Tensor) -> torch.Tensor:
+        logits = plain(token)
+        logits[token == 7, 3] = float("nan")  # "h"
+        return logits
+
+    driver = Driver(mini, registry)
+    monkeypatch.setattr(text, "token_logits", poisoned)
+    asked = {f"r{i}": Example("abc"[: i % 3 + 1] * (i + 1), {"max_tokens": 6}) for i in range(8)}
+    bad = {name for name, example in asked.items() if "h" in mini.expected(example)["text"]}
+    assert 0 < len(bad) < len(asked)
+    for name, example in asked.items():
+        driver.submit(name, Example(example.text, {**example.knobs, "temperature": temperature, "top_k": 1}))
+    driver.run()
+    for name, example in asked.items():
+        end = driver.ended[name]
+        if name in bad:
+            assert isinstance(end, Failed)
+            assert (end.status, end.code) == (500, "numerical_error")
+        else:
+            assert_right(mini, example, dict(driver.result(name)))
     driver.assert_empty()
 
 

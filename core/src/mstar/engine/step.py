@@ -13,6 +13,7 @@ from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun
 from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
+from mstar.spec.errors import RequestError
 from mstar.spec.graph import Entry, Port
 
 __all__ = ["NodeFault", "RowResult", "Work", "gather", "make_step", "split"]
@@ -100,6 +101,13 @@ def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> lis
                 for result, row in zip(results, value.logprobs, strict=True):
                     result.logprobs = None if row is None else [row]
             value = value.ids
+            if min(value.tolist()) < 0:
+                raise RequestError(
+                    "the model computed values that are no numbers (NaN or infinity) for this request",
+                    code="numerical_error",
+                    status=500,
+                    type="server_error",
+                )
         _split_port(port, work, value, results, port.name in hosted)
     return results
 

@@ -50,7 +50,8 @@ class Packed:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a sampler returns: token ids int64 ``[rows]`` and, for rows that asked, their log-probabilities.
+    """What a sampler returns: token ids int64 ``[rows]`` and, for rows that asked, their log-probabilities. An id of −1
+    marks a row whose logits were no numbers: its request fails, the others go on.
 
     Return it from an entry under a stacked int64 port; the engine uses the ids as the value and passes the
     log-probabilities on with what the port emits.

@@ -173,10 +173,13 @@ class SamplerResource(SlotResource):
 
     # --- choosing -----------------------------------------------------------------------------------------------------
     def choose(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
-        """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler. Called by the view."""
+        """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row whose
+        logits hold a NaN or +inf."""
         scores = self._edited(logits, rows, call)
         if rows.all_greedy:
-            return sampling.argmax(scores)
+            ids = sampling.argmax(scores)
+            # A NaN anywhere in a row wins its argmax.
+            return _marked(ids, scores.gather(1, ids.unsqueeze(1)).squeeze(1))
         greedy = sampling.argmax(scores) if rows.greedy is not None else None
         work, keep = self._workspace(len(logits))
         torch.mul(scores, rows.inverse_temperature, out=work)
@@ -188,7 +191,9 @@ class SamplerResource(SlotResource):
             weights.mul_(keep)
         numbers = sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + call)
         ids = sampling.draw(weights, torch.from_numpy(numbers).to(self._device))
-        return ids if rows.greedy is None or greedy is None else torch.where(rows.greedy, greedy, ids)
+        if rows.greedy is not None and greedy is not None:
+            ids = torch.where(rows.greedy, greedy, ids)
+        return _marked(ids, best)
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Two float32 ``[rows, vocab]``, kept between steps: fresh memory of this size costs more than the maths on it.
@@ -242,3 +247,8 @@ class SamplerResource(SlotResource):
         held = sum(state.history is not None for state in self._states.values())
         if held != self._histories.used:
             raise IntegrityError(f"{self.name}: {self._histories.used} token histories in use, {held} owned by slots")
+
+
+def _marked(ids: Tensor, best: Tensor) -> Tensor:
+    """*ids* with −1 in the rows whose best score is no finite number."""
+    return ids.masked_fill_(best.isfinite().logical_not_(), -1)
