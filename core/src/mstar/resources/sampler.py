@@ -173,8 +173,8 @@ class SamplerResource(SlotResource):
 
     # --- choosing -----------------------------------------------------------------------------------------------------
     def choose(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
-        """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row whose
-        logits hold a NaN or +inf."""
+        """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
+        whose logits hold a NaN or +inf."""
         scores = self._edited(logits, rows, call)
         if rows.all_greedy:
             ids = sampling.argmax(scores)
