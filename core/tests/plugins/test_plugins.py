@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from plugin_site import GOOD, HEAD, Site, load
 
 from mstar.plugins import BUILTIN, BrokenPlugin, Plugins, load_plugins
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError
-
-HEAD = "import mstar\n"
-GOOD = HEAD + '@mstar.hookimpl\ndef mstar_engines():\n    return {"good": "good_module:Runner"}\n'
-
-
-class Site:
-    """A folder on ``sys.path`` in which a test writes modules and installed distributions."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.modules: list[str] = []
-
-    def module(self, name: str, code: str) -> str:
-        (self.folder / f"{name}.py").write_text(code)
-        self.modules.append(name)
-        return name
-
-    def distribution(self, name: str, version: str, entry: str, module: str) -> None:
-        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(f"[mstar.plugins]\n{entry} = {module}\n")
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield made
-    for name in made.modules:
-        sys.modules.pop(name, None)
-
-
-def load(*extra: str, plugins: tuple[str, ...] = (), block_plugins: tuple[str, ...] = ()) -> Plugins:
-    """The core, the extra modules, and of the installed plugins only those that a test allows."""
-    return load_plugins(Settings(extra_plugins=extra, plugins=plugins, block_plugins=block_plugins))
 
 
 def names(plugins: Plugins) -> list[str]:
@@ -130,6 +94,7 @@ def test_two_plugins_of_one_name(site: Site) -> None:
 
 BROKEN = {
     "raises": ("1/0\n", "ZeroDivisionError"),
+    "exits": ("import sys\nsys.exit('no licence key')\n", "SystemExit: no licence key"),
     "needs_more": ("import a_library_that_is_not_there\n", "No module named 'a_library_that_is_not_there'"),
     "syntax": ("def (:\n", "SyntaxError"),
     "typo": (
@@ -152,8 +117,10 @@ def test_a_broken_plugin_is_put_aside_and_the_others_serve(site: Site, case: str
     broken = the_broken(plugins)
     assert (broken.name, broken.version) == ("broken", "3.1")
     assert reason in broken.reason
-    assert isinstance(broken.error, Exception)
+    assert isinstance(broken.error, Exception | SystemExit)
     assert str(broken).startswith("plugin 'broken' (3.1) is not used: ")
+    assert broken.remedy
+    assert str(broken).endswith(f". To mend it: {broken.remedy}")
     assert {"good": "good_module:Runner"} in plugins.hook.mstar_engines()
 
 
@@ -181,3 +148,116 @@ def test_calling_each_plugin_survives_one_that_raises(site: Site) -> None:
     assert isinstance(broken.error, PluginError)
     assert isinstance(broken.error.__cause__, OSError)
     assert plugins.hook.mstar_api(registry="R") == [["R"]]
+
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def broken_by(site: Site, *requires: str, code: str = GOOD) -> list[BrokenPlugin]:
+    """What is broken when a plugin with these requirements is installed."""
+    site.module("bound_mod", code)
+    site.distribution("mstar-bound", "1.4", "bound", "bound_mod", *requires)
+    return load(plugins=("bound",)).broken
+
+
+@pytest.mark.parametrize(
+    ("core", "requires"),
+    [
+        ("0.1.0", "mstar-core>=0.1"),
+        ("0.1.0", "MStar_Core >=0.1,<0.2"),
+        ("0.1.0", "mstar-core"),
+        ("0.1.0", "mstar-core>=9; extra == 'future'"),
+        ("0.1.0", "mstar-core>=9; python_version < '3'"),
+        ("0.1.0", "mstar-core-extras>=9"),
+        ("0.3.0rc1", "mstar-core>=0.3"),
+        ("0.3.0.dev4", "mstar-core>=0.2,<0.4"),
+        ("0.3.0+cu128", "mstar-core==0.3.0"),
+    ],
+)
+def test_a_plugin_for_this_core_is_used(site: Site, monkeypatch: pytest.MonkeyPatch, core: str, requires: str) -> None:
+    monkeypatch.setattr("mstar.__version__", core)
+    assert broken_by(site, "numpy>=99", requires) == []
+
+
+@pytest.mark.parametrize(
+    ("core", "requires"),
+    [
+        ("0.1.0", "mstar-core>=0.2"),
+        ("0.3.0", "mstar-core<0.3"),
+        ("0.3.0rc1", "mstar-core<0.3"),
+        ("0.3.0rc1", "mstar-core>=0.4"),
+        ("0.2.9", "mstar-core>=0.3rc1"),
+        ("0.1.0", "mstar-core>=0.2; python_version >= '3'"),
+    ],
+)
+def test_a_plugin_for_another_core_is_refused_and_not_imported(
+    site: Site, monkeypatch: pytest.MonkeyPatch, core: str, requires: str
+) -> None:
+    monkeypatch.setattr("mstar.__version__", core)
+    (broken,) = broken_by(site, requires, code="raise AssertionError('imported')\n")
+    assert (broken.name, broken.version, broken.distribution) == ("bound", "1.4", "mstar-bound")
+    assert broken.reason.startswith("it requires mstar-core ")
+    assert broken.reason.endswith(f", and this is mstar-core {core}")
+    assert "`pip install --upgrade mstar-core mstar-bound`" in broken.remedy
+    assert "bound_mod" not in sys.modules
+
+
+def test_metadata_that_do_not_parse_are_reported(site: Site) -> None:
+    (broken,) = broken_by(site, "mstar-core >= one")
+    assert "it requires 'mstar-core >= one', which does not parse" in broken.reason
+
+
+@pytest.mark.parametrize("wanted", ["2", "'1'"])
+def test_a_plugin_for_later_hooks_is_refused(site: Site, wanted: str) -> None:
+    (broken,) = broken_by(site, code=f"MSTAR_HOOK_API = {wanted}\n" + GOOD)
+    assert broken.reason.startswith(f"it is written for version {wanted} of the hooks; mstar-core ")
+    assert "pip install --upgrade mstar-core" in broken.remedy
+
+
+def test_a_plugin_for_these_hooks_is_used(site: Site) -> None:
+    assert broken_by(site, code="MSTAR_HOOK_API = 1\n" + GOOD) == []
+
+
+# --- what to do --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("import a_library_that_is_not_there\n", "run `pip install mstar-bound`, which also installs what it lacks"),
+        ("from mstar import a_later_name\n", "run `pip install --upgrade mstar-core mstar-bound`"),
+        ("import mstar.a_later_module\n", "run `pip install --upgrade mstar-core mstar-bound`"),
+        ("1/0\n", "`pip install --upgrade mstar-bound`, or report it to its authors"),
+    ],
+)
+def test_a_broken_plugin_says_what_to_type(site: Site, code: str, remedy: str) -> None:
+    (broken,) = broken_by(site, code=code)
+    assert remedy in broken.remedy
+
+
+def test_a_missing_extra_module_points_at_its_setting() -> None:
+    assert "MSTAR_EXTRA_PLUGINS" in the_broken(load("a_module_that_is_not_there")).remedy
+
+
+# --- the trace ---------------------------------------------------------------------------------------------------
+
+
+def test_the_trace_shows_each_call(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.module("traced", GOOD + "@mstar.hookimpl\ndef mstar_openai(spec):\n    raise OSError('no disk')\n")
+    plugins = load_plugins(Settings(extra_plugins=("traced",), plugins=(), trace_plugins=True))
+    plugins.call(plugins.loaded[1], "mstar_engines")
+    plugins.call_each("mstar_openai", spec="x" * 1000)
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == ""
+    assert re.fullmatch(
+        r"hook: mstar_engines\(\) \[traced\] -> \[{'good': 'good_module:Runner'}\], \d+\.\d\d ms", first
+    )
+    assert re.fullmatch(r"hook: mstar_openai\(spec='x+\.\.\.x+'\) \[traced\] -> raised OSError: no disk, .* ms", second)
+    assert len(second) < 200
+
+
+def test_without_the_setting_nothing_is_traced(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    plugins = load()
+    plugins.call_each("mstar_engines")
+    assert capsys.readouterr() == ("", "")
