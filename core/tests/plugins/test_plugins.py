@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+from types import ModuleType
 
 import pytest
 from plugin_site import GOOD, HEAD, Site, load
 
+from mstar import hookspecs
 from mstar.plugins import BUILTIN, BrokenPlugin, Plugins, load_plugins
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError
@@ -261,3 +264,34 @@ def test_without_the_setting_nothing_is_traced(site: Site, capsys: pytest.Captur
     plugins = load()
     plugins.call_each("mstar_engines")
     assert capsys.readouterr() == ("", "")
+
+
+# --- deprecation -------------------------------------------------------------------------------------------------
+
+
+def deprecated_hooks() -> ModuleType:
+    specs = ModuleType("specs")
+
+    def mstar_old() -> None: ...
+
+    specs.mstar_old = hookspecs.hookspec(mstar_old, warn_on_impl=FutureWarning("use mstar_new"))  # type: ignore[attr-defined]
+    return specs
+
+
+def load_deprecated(site: Site) -> Plugins:
+    site.module("ageing", HEAD + "@mstar.hookimpl\ndef mstar_old():\n    pass\n")
+    plugins = Plugins()
+    plugins.manager.add_hookspecs(deprecated_hooks())
+    plugins.add("ageing", "1.0", "ageing", lambda: importlib.import_module("ageing"))
+    return plugins
+
+
+def test_a_plugin_with_a_deprecated_hook_is_used_and_warned_about(site: Site) -> None:
+    with pytest.warns(FutureWarning, match="use mstar_new"):
+        plugins = load_deprecated(site)
+    assert names(plugins) == ["ageing"]
+
+
+def test_where_warnings_are_errors_a_deprecated_hook_costs_only_its_plugin(site: Site) -> None:
+    broken = the_broken(load_deprecated(site))
+    assert broken.reason == "FutureWarning: use mstar_new"
