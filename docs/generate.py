@@ -1,8 +1,8 @@
 """Writes the generated parts of the documentation: ``python docs/generate.py``; ``--check`` only says what is stale.
 
-A page marks a generated part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. What is between them is made from the
-code: hooks from the docstrings in ``mstar.hookspecs``, tables of knobs and of the deployment file from their pydantic models,
-the settings from the table in ``mstar.settings``. All the rest of a page is written by hand.
+A page marks a generated part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. What is between them is made from
+the code: hooks from the docstrings in ``mstar.hookspecs``, tables of knobs and of the deployment file from their
+pydantic models, the settings from the table in ``mstar.settings``. All the rest of a page is written by hand.
 """
 
 from __future__ import annotations
