@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +17,8 @@ import mstar
 
 from .installing import OURS, Environment, build_wheel, write_wheel
 from .tiny_models import publish
+
+pytestmark = pytest.mark.install
 
 FAMILY = """
 import mstar
@@ -111,8 +114,6 @@ def ask(environment: Environment, key: str, weights: Path) -> int:
 
 
 def _when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    import re
-
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
