@@ -197,13 +197,13 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
     unseen = set(allowed or ()) - {BUILTIN}
     installed = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
     for entry in installed:
-        names = _names(entry)
+        distribution, version = _installed_as(entry)
+        names = {canonical(name) for name in (entry.name, distribution) if name}
         unseen -= names
         if names & blocked or not (allowed is None or names & allowed):
             plugins.blocked.append(entry.name)
         else:
-            distribution = entry.dist.name if entry.dist else None
-            plugins.add(entry.name, _version(entry), entry.value, partial(_import, entry), distribution)
+            plugins.add(entry.name, version, entry.value, partial(_import, entry), distribution)
     for name in settings.extra_plugins:
         if canonical(name) in blocked:
             plugins.blocked.append(name)
@@ -223,7 +223,14 @@ def _add_module(plugins: Plugins, name: str) -> None:
 
 def _import(entry: importlib.metadata.EntryPoint) -> Any:
     if entry.dist is not None:
-        check_core(entry.dist.name, entry.dist.requires or (), mstar.__version__)
+        distribution, _ = _installed_as(entry)
+        if distribution is None:
+            folder = getattr(entry.dist, "_path", "its folder")
+            raise PluginError(
+                f"what pip wrote about it in {folder} is damaged, as after an installation that was interrupted",
+                remedy="delete that folder, and install the plugin again",
+            )
+        check_core(distribution, entry.dist.requires or (), mstar.__version__)
     return entry.load()
 
 
@@ -236,13 +243,16 @@ def _check_hook_api(plugin: Plugin) -> None:
         )
 
 
-def _names(entry: importlib.metadata.EntryPoint) -> set[str]:
-    names = {canonical(entry.name)}
-    return names | {canonical(entry.dist.name)} if entry.dist else names
-
-
-def _version(entry: importlib.metadata.EntryPoint) -> str:
-    return entry.dist.version if entry.dist else "unknown version"
+def _installed_as(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str]:
+    """Name and version of *entry*'s distribution; no name when its metadata cannot be read."""
+    unknown = (None, "unknown version")
+    if entry.dist is None:
+        return unknown
+    try:
+        name, version = entry.dist.name, entry.dist.version
+    except Exception:  # it depends on the Python version what importlib raises for a missing or damaged file
+        return unknown
+    return (name, version) if name and version else unknown
 
 
 def _sentence(error: BaseException) -> str:
@@ -255,10 +265,14 @@ def _sentence(error: BaseException) -> str:
 
 def _remedy(about: BrokenPlugin, error: BaseException) -> str:
     """What to do about a plugin that failed with *error*."""
+    if isinstance(error, PluginError) and error.__cause__ is not None:
+        error = error.__cause__  # what its hook raised
     missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     update = f"`pip install --upgrade {about.distribution}`" if about.distribution else ""
     if missing == "mstar" and update:
         return f"it was made for another version of {CORE}; run `pip install --upgrade {CORE} {about.distribution}`"
+    if missing and canonical(missing) == canonical(about.distribution or ""):
+        return f"run `pip install --force-reinstall {about.distribution}`"
     if isinstance(error, ModuleNotFoundError) and update:
         return f"run `pip install {about.distribution}`, which also installs what it lacks"
     if isinstance(error, ModuleNotFoundError):

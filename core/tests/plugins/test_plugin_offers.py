@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pluggy
 import pytest
 from plugin_site import GOOD, Site, load
 
@@ -142,3 +144,36 @@ def test_the_deployment_file_names_what_it_requires_before_its_model_is_missed(t
 def test_a_requirement_that_is_none_is_refused_in_the_deployment() -> None:
     with pytest.raises(SetupError, match=r"required_plugins: .*'mstar tts' is not a requirement"):
         merge_deployment("m", {"required_plugins": ["mstar tts"]})
+
+
+# --- each fault, reported to who asks for the model --------------------------------------------------------------
+
+HOOK = "import mstar\n@mstar.hookimpl\ndef "
+FAULTS = {
+    "import": ("1/0\n", "importing birds_mod failed: ZeroDivisionError: division by zero", ZeroDivisionError),
+    "typo": (HOOK + "mstar_modles():\n    return []\n", "there is no hook 'mstar_modles'; did you mean", PluginError),
+    "argument": (HOOK + "mstar_models(key):\n    return []\n", "hookspec", pluggy.PluginValidationError),
+    "raise": (HOOK + "mstar_models():\n    return {}['x']\n", "mstar_models failed: KeyError: 'x'", PluginError),
+    "type": (HOOK + "mstar_models():\n    return 3\n", "mstar_models must return a list of ModelSpec", PluginError),
+    "offer": (HOOK + "mstar_engines():\n    return {'x': 1}\n", "mstar_engines must return a dict of", PluginError),
+    "taken": (HOOK + "mstar_engines():\n    return {'eager': 'a:B'}\n", "engine 'eager' is taken by", PluginError),
+    "hooks": ("MSTAR_HOOK_API = 99\n", "it is written for version 99 of the hooks", PluginError),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_reported_with_plugin_version_reason_remedy_and_cause(
+    birds: Callable[..., Registry], site: Site, fault: str
+) -> None:
+    code, reason, kind = FAULTS[fault]
+    site.module("birds_mod", code)
+    importlib.invalidate_caches()
+    registry = birds()
+    with pytest.raises(PluginError) as caught:
+        registry.model("owl-large")
+    said = str(caught.value)
+    assert said.startswith("model 'owl-large' is not available: plugin 'birds' (0.7) is not used: ")
+    assert reason in said
+    assert re.search(r"To mend it: .*(pip install|MSTAR_BLOCK_PLUGINS=birds)", said)
+    assert isinstance(caught.value.__cause__, kind)
+    assert [plugin.name for plugin in registry.plugins.loaded] == ["core"]

@@ -295,3 +295,28 @@ def test_a_plugin_with_a_deprecated_hook_is_used_and_warned_about(site: Site) ->
 def test_where_warnings_are_errors_a_deprecated_hook_costs_only_its_plugin(site: Site) -> None:
     broken = the_broken(load_deprecated(site))
     assert broken.reason == "FutureWarning: use mstar_new"
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metadata", [None, "", "Metadata-Version: 2.1\n"])
+def test_a_damaged_installation_costs_only_its_plugin(site: Site, metadata: str | None) -> None:
+    site.module("half_mod", GOOD)
+    site.distribution("mstar-half", "1.0", "half", "half_mod")
+    file = site.folder / "mstar_half-1.0.dist-info" / "METADATA"
+    file.unlink()
+    if metadata is not None:
+        file.write_text(metadata)
+    plugins = load_plugins(Settings(plugins=("half",)))
+    assert names(plugins) == [BUILTIN]
+    broken = the_broken(plugins)
+    assert (broken.name, broken.version) == ("half", "unknown version")
+    assert "mstar_half-1.0.dist-info is damaged" in broken.reason
+    assert "delete that folder" in broken.remedy
+
+
+def test_a_plugin_whose_code_is_gone_is_installed_again(site: Site) -> None:
+    site.distribution("mstar-gone", "1.0", "gone", "mstar_gone.plugin")
+    broken = the_broken(load_plugins(Settings(plugins=("gone",))))
+    assert broken.remedy == "run `pip install --force-reinstall mstar-gone`"
