@@ -26,7 +26,8 @@ from packaging.utils import canonicalize_name
 __all__ = ["Environment", "build_wheel", "write_wheel"]
 
 ROOT = Path(__file__).parent.parent
-OURS = {"mstar-core": "core", "mstar-server": "server", "mstar-demo": "plugins/mstar-demo"}
+OURS = {"mstar-core": "core", "mstar-server": "server"}
+OURS |= {file.parent.name: f"plugins/{file.parent.name}" for file in ROOT.glob("plugins/*/pyproject.toml")}
 
 
 def build_wheel(name: str, folder: Path) -> Path:

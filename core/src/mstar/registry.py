@@ -235,8 +235,9 @@ def _taken(what: str, late: Plugin, early: Plugin) -> PluginError:
 
 
 def _is_named_after(key: str, plugin: str) -> bool:
-    """``qwen3.5-4b`` is a model that a plugin called ``qwen3`` would have."""
-    return canonical(key).startswith(canonical(plugin).removeprefix("mstar-"))
+    """``qwen3.5-4b`` is a model that a plugin called ``qwen3`` (or ``qwen``, but not ``q``) would have."""
+    head, name = canonical(plugin).removeprefix("mstar-"), canonical(key)
+    return name.startswith(head) and not name[len(head) :][:1].isalpha()
 
 
 def _is_offer(name: Any, target: Any) -> bool:

@@ -80,6 +80,18 @@ def test_a_key_that_nobody_ever_had_is_nobodys(birds: Callable[..., Registry]) -
         birds().model("owl-lrage")
 
 
+@pytest.mark.parametrize(
+    ("key", "blamed"), [("owl", True), ("owl2-small", True), ("owl-xl", True), ("owlet", False), ("ow", False)]
+)
+def test_a_plugin_that_never_worked_is_known_by_its_name(site: Site, key: str, blamed: bool) -> None:
+    site.module("owl_mod", "1/0\n")
+    site.distribution("mstar-owl", "0.1", "owl", "owl_mod")
+    with pytest.raises(SetupError) as caught:
+        Registry(load(plugins=("owl",))).model(key)
+    assert isinstance(caught.value, PluginError) == blamed
+    assert "plugin 'owl' (0.1) is not used: importing owl_mod failed: ZeroDivisionError" in str(caught.value)
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"birds": 3}', '{"birds": {"keys": []}}', "\x00"])
 def test_a_damaged_memory_costs_nothing_but_the_better_sentence(
     birds: Callable[..., Registry], tmp_path: Path, damage: str
