@@ -34,10 +34,9 @@ def build_wheel(name: str, folder: Path) -> Path:
     """Build our distribution *name* into *folder*, with the build backend of the running environment."""
     source = folder / f"{name}-source"
     shutil.copytree(ROOT / OURS[name], source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    words = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
-    _run([sys.executable, "-m", "pip", *words, str(source)])
-    (wheel,) = folder.glob(f"{name.replace('-', '_')}-*.whl")
-    return wheel
+    build = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(folder)!r}))"
+    said = _run([sys.executable, "-c", build], cwd=source)
+    return folder / said.splitlines()[-1]
 
 
 def write_wheel(
@@ -104,14 +103,23 @@ class Environment:
             if not link.exists():
                 link.symlink_to(Path(str(distribution.locate_file(top))).resolve())
 
-    def install(self, *requirements: str, deps: bool = True) -> str:
-        """``pip install`` from the folder of wheels alone. Returns what pip said."""
+    def install(self, *requirements: str, deps: bool = True) -> None:
+        """``pip install`` from the folder of wheels alone."""
         words = ["install", "--no-index", "--find-links", str(self.wheels), *([] if deps else ["--no-deps"])]
-        return self.pip(*words, *requirements)
+        self._pip(*words, *requirements)
 
-    def pip(self, *words: str) -> str:
+    def uninstall(self, *names: str) -> None:
+        """``pip uninstall``."""
+        self._pip("uninstall", "--yes", *names)
+
+    def version(self, name: str) -> str:
+        """The installed version of *name*."""
+        (info,) = (self.folder / "venv").glob(f"lib/python*/site-packages/{name.replace('-', '_')}-*.dist-info")
+        return info.name.removesuffix(".dist-info").rpartition("-")[2]
+
+    def _pip(self, *words: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "--disable-pip-version-check"]
-        return _run([*pip, *words], self.environ())
+        _run([*pip, *words], self.environ())
 
     def mstar(self, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run ``mstar`` as it was installed."""
@@ -142,7 +150,7 @@ def _closure(distributions: Iterable[str]) -> Iterator[str]:
                 left.append(requirement.name)
 
 
-def _run(command: list[str], environ: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+def _run(command: list[str], environ: dict[str, str] | None = None, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=cwd)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    return done.stdout
