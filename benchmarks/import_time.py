@@ -52,7 +52,9 @@ def write_plugins(folder: Path, count: int) -> None:
         (folder / f"mstar_bench_{n}.py").write_text(PLUGIN.replace("{n}", str(n)))
         info = folder / f"mstar_bench_{n}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mstar-bench-{n}\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: mstar-bench-{n}\nVersion: 1.0\nRequires-Dist: mstar-core>=0.1\n"
+        )
         (info / "entry_points.txt").write_text(f"[mstar.plugins]\nbench{n} = mstar_bench_{n}\n")
 
 

@@ -39,6 +39,12 @@ def test_every_hook_says_in_which_process_or_by_whom_it_is_called(name: str) -> 
 
 
 @pytest.mark.parametrize("name", HOOKS)
+def test_the_reference_has_every_hook_with_its_exact_arguments(name: str) -> None:
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    assert f"\n### {name}({', '.join(inspect.signature(HOOKS[name]).parameters)})\n" in page
+
+
+@pytest.mark.parametrize("name", HOOKS)
 def test_every_hook_has_a_test(name: str, test_names: set[str]) -> None:
     assert f"test_hook_{name}" in test_names
 

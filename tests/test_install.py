@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from .installing import build_wheel
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -48,15 +47,7 @@ def test_the_command_and_the_plugins_are_entry_points() -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_the_wheel_is_complete(name: str, tmp_path: Path) -> None:
     folder, module = PACKAGES[name]
-    source = tmp_path / "source"
-    shutil.copytree(ROOT / folder, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    # no network: the build backend is the one of this environment
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run(
-        [*command, "--wheel-dir", str(tmp_path), str(source)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = build_wheel(name, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         held = {path for path in archive.namelist() if path.startswith(f"{module}/")}
     wanted = {

@@ -18,7 +18,8 @@ from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
-from mstar.spec.request import Done, EngineRequest
+from mstar.spec.request import Done, EngineRequest, Failed
+from mstar.worker.observers import Observers
 
 
 class NoKnobs(Knobs):
@@ -228,6 +229,7 @@ def record(calls: list[tuple[Any, ...]]) -> ModuleType:
     return plugin(
         "watch",
         mstar_request_submitted=lambda request: calls.append(("submitted", request.id)),
+        mstar_request_refused=lambda request, event: calls.append(("refused", request.id, event.code)),
         mstar_request_started=lambda request, queued_s: calls.append(("started", request.id, queued_s)),
         mstar_request_ended=lambda request, event: calls.append(("ended", request.id, event.reason)),
         mstar_step_done=lambda node, rows: calls.append(("step", node, rows)),
@@ -235,8 +237,9 @@ def record(calls: list[tuple[Any, ...]]) -> ModuleType:
 
 
 def observe(hook: str, **arguments: Any) -> list[tuple[Any, ...]]:
+    """What an observer sees when a worker calls *hook*."""
     calls: list[tuple[Any, ...]] = []
-    getattr(Registry(load(record(calls))).hook, hook)(**arguments)
+    Observers(load(record(calls)), hook).call(hook, **arguments)
     return calls
 
 
@@ -245,6 +248,11 @@ REQUEST = EngineRequest(id="r1")
 
 def test_hook_mstar_request_submitted() -> None:
     assert observe("mstar_request_submitted", request=REQUEST) == [("submitted", "r1")]
+
+
+def test_hook_mstar_request_refused() -> None:
+    event = Failed(id="r1", message="full", code="queue_full", status=429)
+    assert observe("mstar_request_refused", request=REQUEST, event=event) == [("refused", "r1", "queue_full")]
 
 
 def test_hook_mstar_request_started() -> None:

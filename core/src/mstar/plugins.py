@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,13 +21,12 @@ import pluggy
 
 import mstar
 from mstar import hookspecs
+from mstar.hook_trace import trace_hooks
+from mstar.requirements import CORE, GROUP, canonical, check_core
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError, nearest
 
 __all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
-
-GROUP = "mstar.plugins"
-"""The entry-point group of plugins."""
 
 BUILTIN = "core"
 """The name under which the core registers its own hooks."""
@@ -33,31 +34,47 @@ BUILTIN = "core"
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plugin in use. *name*: of its entry point; *source*: what it was loaded from (``"package.module"``)."""
+    """A plugin in use.
+
+    :param name: of its entry point. :param source: what it was loaded from (``"package.module"``).
+    :param distribution: what pip installed it as; ``None`` for the core and for extra modules.
+    """
 
     name: str
     version: str
     source: str
     object: Any
+    distribution: str | None = None
 
 
 @dataclass(frozen=True)
 class BrokenPlugin:
-    """A plugin that is not used, and why. *error* keeps the exception for those who want the traceback."""
+    """A plugin that is not used.
+
+    :param reason: why. :param remedy: what to do. :param error: the exception, for those who want the traceback.
+    """
 
     name: str
     version: str
     reason: str
     error: BaseException | None = None
+    remedy: str = ""
+    distribution: str | None = None
 
     def __str__(self) -> str:
-        return f"plugin {self.name!r} ({self.version}) is not used: {self.reason}"
+        said = f"plugin {self.name!r} ({self.version}) is not used: {self.reason}"
+        return f"{said}. To mend it: {self.remedy}" if self.remedy else said
 
 
 class Plugins:
-    """The plugins of this process: ``loaded``, ``broken`` and ``blocked`` (names found but not imported)."""
+    """The plugins of this process: ``loaded``, ``broken`` and ``blocked`` (names found but not imported).
 
-    def __init__(self) -> None:
+    :param memory: a file that keeps what each plugin offered, so that one that fails later can still be found by its
+        models' keys; ``None`` keeps nothing.
+    """
+
+    def __init__(self, memory: Path | None = None) -> None:
+        self.memory = memory
         self.manager = pluggy.PluginManager("mstar")
         self.manager.add_hookspecs(hookspecs)
         self.loaded: list[Plugin] = []
@@ -69,28 +86,35 @@ class Plugins:
         """pluggy's hook relay: ``plugins.hook.mstar_step_done(...)`` calls every plugin."""
         return self.manager.hook
 
-    def add(self, name: str, version: str, source: str, load: Callable[[], Any]) -> None:
+    def add(
+        self, name: str, version: str, source: str, load: Callable[[], Any], distribution: str | None = None
+    ) -> None:
         """Import a plugin with *load* and register it, or put it aside with the reason. Never raises for its faults."""
+        about = BrokenPlugin(name, version, "", distribution=distribution)
         try:
             found = load()
-        except Exception as error:
-            self._set_aside(name, version, f"importing {source} failed: {_sentence(error)}", error)
+        except PluginError as error:
+            self._set_aside(about, _sentence(error), error)
+            return
+        except (Exception, SystemExit) as error:  # a module that exits when it is imported must not end us
+            self._set_aside(about, f"importing {source} failed: {_sentence(error)}", error)
             return
         if self.manager.is_registered(found):
             return  # an extra module that is installed as well
-        plugin = Plugin(name, version, source, found)
+        plugin = Plugin(name, version, source, found, distribution)
         try:
             self._register(plugin)
-        except (PluginError, pluggy.PluginValidationError) as error:
+        except Exception as error:
             if self.manager.is_registered(found):
                 self.manager.unregister(found)
-            self._set_aside(name, version, _sentence(error), error)
+            self._set_aside(about, _sentence(error), error)
         else:
             self.loaded.append(plugin)
 
     def _register(self, plugin: Plugin) -> None:
+        _check_hook_api(plugin)
         if self.manager.has_plugin(plugin.name):
-            raise PluginError(f"another plugin is named {plugin.name!r} already")
+            raise PluginError(f"another plugin is named {plugin.name!r} already", remedy="uninstall one of the two")
         self.manager.register(plugin.object, plugin.name)
         for name in self._unknown(plugin):
             raise PluginError(f"there is no hook {name!r}{nearest(name, self.known_hooks())}")
@@ -115,10 +139,12 @@ class Plugins:
         """Stop using *plugin*, which broke a contract after it was loaded."""
         self.manager.unregister(plugin.object)
         self.loaded.remove(plugin)
-        self._set_aside(plugin.name, plugin.version, _sentence(error), error)
+        about = BrokenPlugin(plugin.name, plugin.version, "", distribution=plugin.distribution)
+        self._set_aside(about, _sentence(error), error)
 
-    def _set_aside(self, name: str, version: str, reason: str, error: BaseException | None) -> None:
-        self.broken.append(BrokenPlugin(name, version, reason, error))
+    def _set_aside(self, about: BrokenPlugin, reason: str, error: BaseException) -> None:
+        remedy = getattr(error, "remedy", "") or _remedy(about, error)
+        self.broken.append(replace(about, reason=reason, error=error, remedy=remedy))
 
     def known_hooks(self) -> list[str]:
         """The names of all hooks."""
@@ -136,7 +162,7 @@ class Plugins:
         others = [other.object for other in self.loaded if other is not plugin]
         try:
             results: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(f"{hook} failed: {_sentence(error)}") from error
         return results
 
@@ -151,38 +177,43 @@ class Plugins:
         return results
 
 
-def load_plugins(settings: Settings) -> Plugins:
+def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
     """Load the core's hooks, the installed plugins that *settings* allow and the extra modules that they name.
 
     A blocked plugin, or one that the allow-list leaves out, is not imported. Both lists take the name of an entry point
-    or of its distribution.
+    or of its distribution. A distribution that requires another version of the core is not imported either.
 
+    :param remember: keep in the cache folder which models each plugin offers, for the day on which it fails.
     :raises PluginError: the settings block the core itself.
     """
-    plugins = Plugins()
-    blocked = {_canonical(name) for name in settings.block_plugins}
-    allowed = None if settings.plugins is None else {_canonical(name) for name in settings.plugins}
+    plugins = Plugins(settings.cache / "plugins.json" if remember else None)
+    if settings.trace_plugins:
+        trace_hooks(plugins.manager, sys.stderr)
+    blocked = {canonical(name) for name in settings.block_plugins}
+    allowed = None if settings.plugins is None else {canonical(name) for name in settings.plugins}
     if BUILTIN in blocked:
         raise PluginError(f"MSTAR_BLOCK_PLUGINS: {BUILTIN!r} is M* itself and cannot be blocked")
     plugins.add(BUILTIN, mstar.__version__, "mstar.builtin", lambda: importlib.import_module("mstar.builtin"))
     unseen = set(allowed or ()) - {BUILTIN}
     installed = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
     for entry in installed:
-        names = _names(entry)
+        distribution, version = _installed_as(entry)
+        names = {canonical(name) for name in (entry.name, distribution) if name}
         unseen -= names
         if names & blocked or not (allowed is None or names & allowed):
             plugins.blocked.append(entry.name)
         else:
-            plugins.add(entry.name, _version(entry), entry.value, entry.load)
+            plugins.add(entry.name, version, entry.value, partial(_import, entry), distribution)
     for name in settings.extra_plugins:
-        if _canonical(name) in blocked:
+        if canonical(name) in blocked:
             plugins.blocked.append(name)
         else:
             _add_module(plugins, name)
     known = [entry.name for entry in installed]
     for name in sorted(unseen):
         missing = f"MSTAR_PLUGINS names it, but it is not installed{nearest(name, known)}"
-        plugins.broken.append(BrokenPlugin(name, "no version", missing))
+        remedy = "install it, or take it off the list"
+        plugins.broken.append(BrokenPlugin(name, "no version", missing, remedy=remedy))
     return plugins
 
 
@@ -190,18 +221,38 @@ def _add_module(plugins: Plugins, name: str) -> None:
     plugins.add(name, "extra module", name, lambda: importlib.import_module(name))
 
 
-def _names(entry: importlib.metadata.EntryPoint) -> set[str]:
-    names = {_canonical(entry.name)}
-    return names | {_canonical(entry.dist.name)} if entry.dist else names
+def _import(entry: importlib.metadata.EntryPoint) -> Any:
+    if entry.dist is not None:
+        distribution, _ = _installed_as(entry)
+        if distribution is None:
+            folder = getattr(entry.dist, "_path", "its folder")
+            raise PluginError(
+                f"what pip wrote about it in {folder} is damaged, as after an installation that was interrupted",
+                remedy="delete that folder, and install the plugin again",
+            )
+        check_core(distribution, entry.dist.requires or (), mstar.__version__)
+    return entry.load()
 
 
-def _version(entry: importlib.metadata.EntryPoint) -> str:
-    return entry.dist.version if entry.dist else "unknown version"
+def _check_hook_api(plugin: Plugin) -> None:
+    wanted = getattr(plugin.object, "MSTAR_HOOK_API", hookspecs.HOOK_API)
+    if not isinstance(wanted, int) or wanted > hookspecs.HOOK_API:
+        raise PluginError(
+            f"it is written for version {wanted!r} of the hooks; {CORE} {mstar.__version__} has {hookspecs.HOOK_API}",
+            remedy=f"run `pip install --upgrade {CORE}`",
+        )
 
 
-def _canonical(name: str) -> str:
-    """The form in which the packaging standards compare names (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+def _installed_as(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str]:
+    """Name and version of *entry*'s distribution; no name when its metadata cannot be read."""
+    unknown = (None, "unknown version")
+    if entry.dist is None:
+        return unknown
+    try:
+        name, version = entry.dist.name, entry.dist.version
+    except Exception:  # it depends on the Python version what importlib raises for a missing or damaged file
+        return unknown
+    return (name, version) if name and version else unknown
 
 
 def _sentence(error: BaseException) -> str:
@@ -210,6 +261,28 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, pluggy.PluginValidationError):
         return " ".join(str(error).split())
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _remedy(about: BrokenPlugin, error: BaseException) -> str:
+    """What to do about a plugin that failed with *error*."""
+    if isinstance(error, PluginError) and error.__cause__ is not None:
+        error = error.__cause__  # what its hook raised
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    update = f"`pip install --upgrade {about.distribution}`" if about.distribution else ""
+    if missing == "mstar" and update:
+        return f"it was made for another version of {CORE}; run `pip install --upgrade {CORE} {about.distribution}`"
+    if missing and canonical(missing) == canonical(about.distribution or ""):
+        return f"run `pip install --force-reinstall {about.distribution}`"
+    if isinstance(error, ModuleNotFoundError) and update:
+        return f"run `pip install {about.distribution}`, which also installs what it lacks"
+    if isinstance(error, ModuleNotFoundError):
+        return "check the spelling in MSTAR_EXTRA_PLUGINS, and install what the module needs"
+    if not update:
+        return "mend the module (`mstar plugins --traceback` shows where it failed)"
+    return (
+        f"{update}, or report it to its authors (`mstar plugins --traceback` shows where it failed); "
+        f"MSTAR_BLOCK_PLUGINS={about.name} leaves it out"
+    )
 
 
 def describe_broken(broken: Sequence[BrokenPlugin]) -> str:

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mstar.plugins import Plugin, Plugins, describe_broken
+from mstar.plugin_memory import Remembered, recall, remember
+from mstar.plugins import BUILTIN, Plugin, Plugins, describe_broken
+from mstar.requirements import canonical
 from mstar.spec.errors import PluginError, SetupError, nearest
 from mstar.spec.model import ModelSpec
 
@@ -108,6 +110,7 @@ class Registry:
                 self._take(plugin)
             except PluginError as error:
                 plugins.reject(plugin, error)
+        self._remember()
 
     def _take(self, plugin: Plugin) -> None:
         """Check everything that *plugin* provides, and only then enter it."""
@@ -126,9 +129,7 @@ class Registry:
                 if spec.key in specs:
                     raise PluginError(f"mstar_models returned the key {spec.key!r} twice")
                 if spec.key in self.models:
-                    raise PluginError(
-                        f"model key {spec.key!r} is taken by plugin {self.models[spec.key].plugin.name!r}"
-                    )
+                    raise _taken(f"model key {spec.key!r}", plugin, self.models[spec.key].plugin)
                 specs[spec.key] = spec
         return list(specs.values())
 
@@ -140,8 +141,7 @@ class Registry:
             offers.update(result)
         for name in offers:
             if name in self._tables[hook].offers:
-                owner = self._tables[hook].offers[name].plugin.name
-                raise PluginError(f"{_KINDS[hook]} {name!r} is taken by plugin {owner!r}")
+                raise _taken(f"{_KINDS[hook]} {name!r}", plugin, self._tables[hook].offers[name].plugin)
         return offers
 
     @property
@@ -152,13 +152,45 @@ class Registry:
     def model(self, key: str) -> ModelSpec:
         """The model that ``mstar serve KEY`` means.
 
+        :raises PluginError: the plugin that should provide it is not used; its own exception is the cause.
         :raises SetupError: there is none. Names the nearest key, and the causes of broken plugins, one of which may
             have been meant to provide it.
         """
         if key not in self.models:
+            self._blame(key)
             hint = nearest(key, self.models) or "; no plugin provides any model: try `pip install mstar-demo`"
             raise SetupError(f"there is no model {key!r}{hint}{describe_broken(self.plugins.broken)}")
         return self.models[key].spec
+
+    def _blame(self, key: str) -> None:
+        """Raise with the fault of the plugin that *key* belongs to, if it can be told which one that is."""
+        known = recall(self.plugins.memory) if self.plugins.memory else {}
+        for broken in self.plugins.broken:
+            offered = known[broken.name]["keys"] if broken.name in known else []
+            if key in offered or _is_named_after(key, broken.name):
+                raise PluginError(f"model {key!r} is not available: {broken}") from broken.error
+        loaded = {plugin.name for plugin in self.plugins.loaded}
+        for name, plugin in known.items():
+            if key not in plugin["keys"] or name in loaded:
+                continue
+            if name in self.plugins.blocked:
+                why = "which MSTAR_PLUGINS or MSTAR_BLOCK_PLUGINS leaves out"
+            else:
+                why = f"which is not installed any more; run `pip install {plugin['distribution']}`"
+            raise PluginError(f"model {key!r} is not available: it belongs to plugin {name!r}, {why}")
+
+    def _remember(self) -> None:
+        if self.plugins.memory is None:
+            return
+        working = {
+            plugin.name: Remembered(
+                distribution=plugin.distribution,
+                keys=sorted(key for key, model in self.models.items() if model.plugin is plugin),
+            )
+            for plugin in self.plugins.loaded
+            if plugin.distribution is not None
+        }
+        remember(self.plugins.memory, working)
 
     def resource(self, kind: str) -> type[Resource]:
         """The class of a resource kind."""
@@ -193,6 +225,19 @@ class Registry:
     def weight_source(self, name: str) -> Any:
         """The :class:`mstar.weights.sources.WeightSource` class of a weight source."""
         return self._tables["mstar_weight_sources"].load(name)
+
+
+def _taken(what: str, late: Plugin, early: Plugin) -> PluginError:
+    remedy = f"uninstall one of the two, or leave one out: MSTAR_BLOCK_PLUGINS={late.name}"
+    if early.name != BUILTIN:
+        remedy += f" (or {early.name})"
+    return PluginError(f"{what} is taken by plugin {early.name!r}", remedy=remedy)
+
+
+def _is_named_after(key: str, plugin: str) -> bool:
+    """``qwen3.5-4b`` is a model that a plugin called ``qwen3`` (or ``qwen``, but not ``q``) would have."""
+    head, name = canonical(plugin).removeprefix("mstar-"), canonical(key)
+    return name.startswith(head) and not name[len(head) :][:1].isalpha()
 
 
 def _is_offer(name: Any, target: Any) -> bool:

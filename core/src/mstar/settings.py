@@ -10,6 +10,7 @@ variable                    meaning
 ``MSTAR_PLUGINS``           Use only these installed plugins (names, with commas); set but empty means none.
 ``MSTAR_BLOCK_PLUGINS``     Do not import these plugins.
 ``MSTAR_EXTRA_PLUGINS``     Modules to load as plugins beside the installed ones.
+``MSTAR_TRACE_PLUGINS``     1 prints every hook call on standard error. Default 0.
 ``MSTAR_ACCEPT_LICENCES``   Keys of models whose non-permissive terms the operator accepts.
 ``MSTAR_API_KEY``           Clients of the server must send this key.
 ``MSTAR_LOG_LEVEL``         ``debug``, ``info``, ``warning`` or ``error``. Default ``info``.
@@ -49,6 +50,7 @@ class Settings:
     plugins: tuple[str, ...] | None = None
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
+    trace_plugins: bool = False
     accept_licences: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     log_level: str = "info"
@@ -68,6 +70,7 @@ class Settings:
             plugins=_names(env, "MSTAR_PLUGINS") if "MSTAR_PLUGINS" in env else None,
             block_plugins=_names(env, "MSTAR_BLOCK_PLUGINS"),
             extra_plugins=_modules(env, "MSTAR_EXTRA_PLUGINS"),
+            trace_plugins=_flag(env, "MSTAR_TRACE_PLUGINS"),
             accept_licences=_names(env, "MSTAR_ACCEPT_LICENCES"),
             api_key=env.get("MSTAR_API_KEY") or None,
             log_level=_choice(env, "MSTAR_LOG_LEVEL", LOG_LEVELS, "info"),

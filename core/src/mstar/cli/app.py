@@ -40,7 +40,7 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         return 0
     settings = Settings.from_env(environ)
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    plugins = load_plugins(settings)
+    plugins = load_plugins(settings, remember=True)
     commands = collect(plugins)
     if not words or words[0] in ("--help", "-h", "help"):
         print(_overview(commands))

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser, one_of
-from mstar.registry import load_object
+from mstar.registry import Registry, load_object
 from mstar.settings import Settings
 from mstar.spec.errors import SetupError
+from mstar.spec.model import ModelSpec
 
 __all__ = ["SERVER", "SERVER_OPTIONS", "register"]
 
@@ -54,7 +55,7 @@ def _arguments(parser: Parser) -> None:
 
 def _run(arguments: argparse.Namespace, context: Context) -> None:
     settings, registry = context.settings, context.registry
-    spec = registry.model(arguments.key)
+    spec = _model(arguments, registry)
     if arguments.accept_licence:
         settings = replace(settings, accept_licences=(*settings.accept_licences, spec.key))
     serve, make_options = _server()
@@ -62,7 +63,16 @@ def _run(arguments: argparse.Namespace, context: Context) -> None:
     serve({spec.key: _open(arguments, settings, registry)}, registry, options)
 
 
-def _open(arguments: argparse.Namespace, settings: Settings, registry: Any) -> Any:
+def _model(arguments: argparse.Namespace, registry: Registry) -> ModelSpec:
+    try:
+        return registry.model(arguments.key)
+    except SetupError:
+        from mstar.runtime.opening import find_model  # imports torch: fine where nothing will be served
+
+        return find_model(arguments.key, registry, arguments.config)
+
+
+def _open(arguments: argparse.Namespace, settings: Settings, registry: Registry) -> Any:
     from mstar.runtime.service import open_service  # imports numpy and zmq: only when a model is served
 
     overrides = {

@@ -17,6 +17,7 @@ from mstar.engine.base import Runner
 from mstar.engine.step import RowResult, Work, gather, make_step, split
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
+from mstar.spec.errors import RequestError
 
 __all__ = ["Engine"]
 
@@ -50,12 +51,14 @@ class Engine:
         try:
             return list(self._step(work))
         except Exception as error:
-            if len(work) == 1:
-                log.exception("a step of node %r failed for request %r", *_names(work[0]))
-                return [error]
-            log.warning("a step of %d requests failed (%s); running it in halves", len(work), error)
-            middle = len(work) // 2
-            return [*self.run(work[:middle]), *self.run(work[middle:])]
+            failure = error
+        if len(work) == 1:
+            trace = None if isinstance(failure, RequestError) else failure
+            log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=trace)
+            return [failure]
+        log.warning("a step of %d requests failed (%s); running it in halves", len(work), failure)
+        middle = len(work) // 2
+        return [*self.run(work[:middle]), *self.run(work[middle:])]
 
     def _step(self, work: Sequence[Work]) -> list[RowResult]:
         began = time.perf_counter()

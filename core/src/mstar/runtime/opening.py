@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mstar.cluster.base import WorkerConfig
+from mstar.requirements import require_plugins
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "check_licence", "prepare_config", "read_deployment"]
+__all__ = ["Say", "check_licence", "find_model", "prepare_config", "read_deployment"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -44,6 +45,8 @@ def prepare_config(
     """
     check_licence(spec, settings)
     deployment = merge_deployment(spec.key, _defaults(spec), _from_file(spec, config), dict(overrides))
+    if deployment.required_plugins:
+        require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
         context = SourceContext(
             cache=settings.cache,
@@ -62,6 +65,21 @@ def prepare_config(
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
     )
+
+
+def find_model(key: str, registry: Registry, config: str | Path | None = None) -> ModelSpec:
+    """The model *key*. When there is none, the plugins that the deployment file *config* requires are the better
+    explanation.
+
+    :raises SetupError: there is none, or a plugin that *config* requires is missing.
+    """
+    try:
+        return registry.model(key)
+    except SetupError:
+        if config is not None:
+            required = _layer(config).get("required_plugins") or ()
+            require_plugins(map(str, [required] if isinstance(required, str) else required), registry.plugins)
+        raise
 
 
 def check_licence(spec: ModelSpec, settings: Settings) -> None:
@@ -103,14 +121,18 @@ def _defaults(spec: ModelSpec) -> dict[str, Any]:
 def _from_file(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
     if config is None:
         return {}
+    layer = _layer(config)
+    if layer.get("model", spec.key) != spec.key:
+        raise SetupError(f"{config} is the deployment of {layer['model']!r}, not of {spec.key!r}")
+    return layer
+
+
+def _layer(config: str | Path) -> dict[str, Any]:
     try:
         text = Path(config).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"the deployment file {config} cannot be read: {error}") from None
-    layer = read_deployment(text, str(config))
-    if layer.get("model", spec.key) != spec.key:
-        raise SetupError(f"{config} is the deployment of {layer['model']!r}, not of {spec.key!r}")
-    return layer
+    return read_deployment(text, str(config))
 
 
 def _say(sentence: str) -> None:

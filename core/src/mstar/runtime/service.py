@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
-from mstar.runtime.opening import Say, prepare_config
+from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
@@ -220,6 +220,6 @@ def open_service(
     :param say: takes sentences for the operator; default: standard error.
     :raises SetupError: the key, the file or the weights are not as they must be.
     """
-    spec = registry.model(key)
+    spec = find_model(key, registry, config)
     worker = prepare_config(spec, settings, overrides, registry, config=config, say=say)
     return Service(spec, worker, registry)

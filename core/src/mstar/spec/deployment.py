@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mstar.spec.errors import SetupError, nearest
 
@@ -16,19 +17,21 @@ class _Section(BaseModel):
 
 
 class SchedulerOptions(_Section):
-    """How work is chosen. *policy*: a name registered through ``mstar_schedulers``."""
+    """How work is chosen."""
 
-    policy: str = "default"
+    policy: str = Field("default", description="A name registered through `mstar_schedulers`.")
     max_step_tokens: int = Field(512, ge=1, description="Most tokens of one step, prefill chunks and decodes together.")
     max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
     max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
-    fairness: Literal["fifo", "tenant"] = "tenant"
+    fairness: Literal["fifo", "tenant"] = Field(
+        "tenant", description="`tenant` shares the rows between tenants, `fifo` serves in order of arrival."
+    )
 
 
 class EngineOptions(_Section):
-    """How steps are run. *runner*: a name registered through ``mstar_engines``."""
+    """How steps are run."""
 
-    runner: str = "eager"
+    runner: str = Field("eager", description="A name registered through `mstar_engines`.")
     attention: str | None = Field(None, description="Force an attention backend by name.")
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
@@ -37,22 +40,37 @@ class EngineOptions(_Section):
 class Deployment(_Section):
     """One model's deployment. Its defaults come from the family's package."""
 
-    model: str
+    model: str = Field(description="The model's key; `mstar models` lists them.")
+    required_plugins: tuple[str, ...] = Field(
+        (), description="Plugins that must be there, as pip has them: `mstar-tts>=0.2`. The start names all that miss."
+    )
     weights: str | None = Field(None, description="Folder in the published layout, or HUB_ID[@REVISION].")
-    placement: dict[str, list[int]] = Field(default_factory=dict)
-    resources: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    max_concurrent_requests: int = Field(32, ge=1)
-    max_sessions: int = Field(8, ge=0)
-    session_ttl_s: float = Field(600.0, gt=0)
+    placement: dict[str, list[int]] = Field(default_factory=dict, description="Node → the ranks that it runs on.")
+    resources: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Resource → fields of its declaration to change (a pool's size, say)."
+    )
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, description="What the model's class takes as options.")
+    max_concurrent_requests: int = Field(32, ge=1, description="Requests that run at once; others wait.")
+    max_sessions: int = Field(8, ge=0, description="Sessions that are kept.")
+    session_ttl_s: float = Field(600.0, gt=0, description="Seconds after which an unused session is dropped.")
     engine: EngineOptions = EngineOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
-    executor: str = "processes"
+    executor: str = Field("processes", description="A name registered through `mstar_executors`.")
     device: str | None = Field(None, description="cpu, cuda or cuda:N; default: cuda when there is one.")
     dtype: str | None = Field(
         None, description="float32, bfloat16 or float16; default: bfloat16 on a GPU, float32 on the CPU."
     )
-    request_timeout_s: float | None = Field(None, gt=0)
+    request_timeout_s: float | None = Field(None, gt=0, description="Seconds that a request may take, queue included.")
+
+    @field_validator("required_plugins")
+    @classmethod
+    def _are_requirements(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
+        for line in lines:
+            try:
+                Requirement(line)
+            except InvalidRequirement:
+                raise ValueError(f"{line!r} is not a requirement such as 'mstar-tts>=0.2'") from None
+        return lines
 
 
 def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:

@@ -44,7 +44,11 @@ class WeightsError(SetupError):
 
 
 class PluginError(SetupError):
-    """A plugin could not be used. Names the plugin, its version, the reason and the remedy."""
+    """A plugin could not be used. :param remedy: what to do about it, when that is known where the fault is found."""
+
+    def __init__(self, message: str, *, remedy: str = ""):
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class RequestError(MstarError):

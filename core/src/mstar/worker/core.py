@@ -24,11 +24,20 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
+from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
 
 __all__ = ["Worker"]
 
 log = logging.getLogger(__name__)
+
+_OBSERVERS = (
+    "mstar_request_submitted",
+    "mstar_request_refused",
+    "mstar_request_started",
+    "mstar_request_ended",
+    "mstar_step_done",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +64,8 @@ class Worker:
     def __init__(self, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None] = lambda _: None):
         deployment = config.deployment
         built = build(config, registry, on_phase)
-        self.config, self.hook = config, registry.hook
+        self.config = config
+        self.observers = Observers(registry.plugins, *_OBSERVERS)
         self.plan, self.resources = built.plan, built.resources
         self._model, self._device, self._dtype = built.model, built.device, built.dtype
         self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
@@ -68,7 +78,13 @@ class Worker:
         runner = registry.runner(deployment.engine.runner)(deployment.engine)
         runner.prepare(built.nodes)
         self.engine = Engine(
-            built.nodes, built.resources, runner, self._owner, built.device, built.dtype, self._step_done
+            built.nodes,
+            built.resources,
+            runner,
+            self._owner,
+            built.device,
+            built.dtype,
+            self._step_done if self.observers.watched("mstar_step_done") else None,
         )
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._live: dict[str, _Live] = {}
@@ -95,7 +111,7 @@ class Worker:
         else:
             self._live[request.id] = live
             self._timeouts.add(live)
-            self._tell("mstar_request_submitted", request=request)
+            self.observers.call("mstar_request_submitted", request=request)
 
     def _admit_later(self, request: EngineRequest, now: float) -> _Live:
         needs = self.admission.needs(request)
@@ -171,6 +187,7 @@ class Worker:
             "sessions": len(self.sessions),
             "steps": self.engine.steps,
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "observer_failures": self.observers.report(),
         }
 
     def close(self) -> None:
@@ -206,7 +223,7 @@ class Worker:
 
     def _begin(self, live: _Live) -> None:
         started = live.started or 0.0
-        self._tell("mstar_request_started", request=live.request, queued_s=started - live.arrival)
+        self.observers.call("mstar_request_started", request=live.request, queued_s=started - live.arrival)
         parent = self._live.get(live.request.sibling_of or "")
         if self._shares_prompts and parent is not None and parent.started is not None and parent.fresh:
             parent.siblings.append(live)  # its prompt is being computed: wait and share it
@@ -309,14 +326,7 @@ class Worker:
                 self._guarded(sibling, sibling.run.start)
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
-        self._tell("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
-
-    def _tell(self, hook: str, **facts: Any) -> None:
-        """Tell the observers. One that raises is logged: a step that has run must not count as failed for it."""
-        try:
-            getattr(self.hook, hook)(**facts)
-        except Exception:
-            log.exception("an observer of %s failed", hook)
+        self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
 
     # --- requests end -------------------------------------------------------------------------------------------------
     def _finish(self, live: _Live, reason: str) -> None:
@@ -339,7 +349,7 @@ class Worker:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
         self._events.append(event)
-        self._tell("mstar_request_ended", request=live.request, event=event)
+        self.observers.call("mstar_request_ended", request=live.request, event=event)
         self._end_fresh(live)
 
     def _release(self, live: _Live, keep_session: bool, now: float) -> None:
@@ -350,7 +360,9 @@ class Worker:
             self.sessions.give_back(session, now, keep=keep_session)
 
     def _refuse(self, request: EngineRequest, error: Exception) -> None:
-        self._events.append(_failed(request.id, error))
+        event = _failed(request.id, error)
+        self._events.append(event)
+        self.observers.call("mstar_request_refused", request=request, event=event)
 
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()

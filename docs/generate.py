@@ -1,0 +1,206 @@
+"""Writes the generated parts of the documentation: ``python docs/generate.py``; ``--check`` only says what is stale.
+
+A page marks a generated part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. What is between them is made from
+the code: hooks from the docstrings in ``mstar.hookspecs``, tables of knobs and of the deployment file from their
+pydantic models, the settings from the table in ``mstar.settings``. All the rest of a page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mstar import hookspecs, settings
+from mstar.plugins import load_plugins
+from mstar.registry import Registry
+from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("docs/hooks.md", "docs/knobs.md", "docs/deployment.md", "README.md")
+_WORDS = {
+    "integer": "whole number",
+    "boolean": "`true` or `false`",
+    "string": "text",
+    "array": "list",
+    "object": "mapping",
+    "null": "`null`",
+}
+_BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit status 1 when ``--check`` finds a stale page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when a page is stale")
+    check = parser.parse_args(words).check
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        old = path.read_text(encoding="utf-8")
+        new = render(old)
+        if old == new:
+            continue
+        stale.append(page)
+        if check:
+            sys.stdout.writelines(
+                difflib.unified_diff(old.splitlines(True), new.splitlines(True), page, "as generated")
+            )
+        else:
+            path.write_text(new, encoding="utf-8")
+    if check and stale:
+        print(f"\nstale: {', '.join(stale)}; run `python docs/generate.py`", file=sys.stderr)
+        return 1
+    return 0
+
+
+def render(page: str) -> str:
+    """*page* with every generated part made anew."""
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]().strip()}\n\n{found[4]}", page)
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+
+def hooks() -> str:
+    """Every hook in the order of the specification: a heading with its exact arguments, its types, its docstring."""
+    return "\n\n".join(_hook(name, hook) for name, hook in vars(hookspecs).items() if name.startswith("mstar_"))
+
+
+def heading(name: str, hook: Callable[..., Any]) -> str:
+    """``### mstar_openai(spec)``."""
+    return f"### {name}({', '.join(inspect.signature(hook).parameters)})"
+
+
+def _hook(name: str, hook: Callable[..., Any]) -> str:
+    signature = inspect.signature(hook)
+    typed = ", ".join(f"{p.name}: {p.annotation}" for p in signature.parameters.values())
+    code = f"```python\n@mstar.hookimpl\ndef {name}({typed}) -> {signature.return_annotation}: ...\n```"
+    return f"{heading(name, hook)}\n\n{code}\n\n{markdown(inspect.getdoc(hook) or '')}"
+
+
+def markdown(docstring: str) -> str:
+    """The few roles and marks of our docstrings, in Markdown."""
+    text = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", docstring)
+    text = text.replace("``", "`")
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+# --- tables of fields ---------------------------------------------------------------------------------------------
+
+
+def knobs() -> str:
+    """One table for each model of the plugins in this repository."""
+    ours = {_distribution(file) for file in ROOT.glob("plugins/*/pyproject.toml")}
+    registry = Registry(load_plugins(settings.Settings()))
+    found = [m for _, m in sorted(registry.models.items()) if m.plugin.distribution in ours]
+    missing = ours - {plugin.distribution for plugin in registry.plugins.loaded}
+    if missing:
+        raise SystemExit(f"install {', '.join(sorted(map(str, missing)))}: the tables of knobs need it")
+    return "\n\n".join(
+        f"## {m.spec.key}\n\n{m.spec.summary} From `{m.plugin.distribution}`.\n\n{fields(m.spec.knobs)}" for m in found
+    )
+
+
+def deployment() -> str:
+    """The deployment file, and its two sections."""
+    sections = ((Deployment, ""), (EngineOptions, "engine"), (SchedulerOptions, "scheduler"))
+    return "\n\n".join(
+        f"## {f'`{name}`' if name else 'Keys'}\n\n{markdown(inspect.getdoc(model) or '')}\n\n{fields(model)}"
+        for model, name in sections
+    )
+
+
+def fields(model: type[BaseModel]) -> str:
+    """A table of *model*'s fields: name, what it may be, default, meaning."""
+    known = model.model_json_schema(mode="validation")
+    rows = []
+    for name, field in model.model_fields.items():
+        schema = known["properties"][name]
+        rows.append((f"`{name}`", _kind(schema, known.get("$defs", {})), _default(field), _meaning(name, field)))
+    return table(("name", "value", "default", "meaning"), rows)
+
+
+def _kind(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return "a section, see below"
+    if "anyOf" in schema:
+        return " or ".join(_kind(part, definitions) for part in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    kind = schema.get("type", "anything")
+    return " ".join(filter(None, (_WORDS.get(kind, kind), _bounds(schema))))
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    marks = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return ", ".join(f"{mark} {_number(schema[key])}" for key, mark in marks.items() if key in schema)
+
+
+def _number(value: float) -> str:
+    power = abs(int(value)).bit_length() - 1
+    if abs(value) >= 2**31 and abs(value) == 2**power:
+        return f"{'-' if value < 0 else ''}2^{power}"
+    return f"{value:g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel):
+        return ""
+    if value is None or value in ((), [], {}):
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _meaning(name: str, field: FieldInfo) -> str:
+    if not field.description and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        raise SystemExit(f"{name} has no description")
+    return field.description or markdown(inspect.getdoc(field.annotation) or "")
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+def variables() -> list[tuple[str, str]]:
+    """The settings' environment variables with their meanings."""
+    return re.findall(r"^``(\w+)`` +(.+)$", settings.__doc__ or "", re.MULTILINE)
+
+
+def settings_table() -> str:
+    return table(("variable", "meaning"), [(f"`{name}`", markdown(meaning)) for name, meaning in variables()])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _distribution(file: Path) -> str:
+    name: str = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"]
+    return name
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "hooks": hooks,
+    "knobs": knobs,
+    "deployment": deployment,
+    "settings": settings_table,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
