@@ -62,9 +62,10 @@ def step_without_attention(
         ids, positions = torch.arange(rows), torch.full((rows,), 300)
         with torch.inference_mode():
             x = node.model.embed_tokens(ids)
-            rotation = node.model.rotary(positions, x.dtype)
-        before = [partial(node.model.embed_tokens, ids), partial(node.model.rotary, positions, x.dtype)]
-        layers = [partial(layer, x, rotation, _NoAttention()) for layer in node.model.layers]
+            rotation, delta = node.model.rotary(positions, x.dtype), torch.zeros_like(x)
+            x = x.float()
+        before = [partial(node.model.embed_tokens, ids), partial(node.model.rotary, positions, delta.dtype)]
+        layers = [partial(layer, x, delta, rotation, _NoAttention()) for layer in node.model.layers]
         out[rows] = sum(_best_each([*before, *layers, partial(node.logits, x)], rounds))
     return out
 
