@@ -78,7 +78,7 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP beside a residual stream.
 
-    What a block adds to the stream is handed on as *delta* and added within the next norm, which reads the stream anyway.
+    What a block adds to the stream is handed on as *delta* and added within the next norm, which reads the stream too.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):

@@ -19,8 +19,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
-        """*x* may be float32 whatever the weight's dtype; the result has the weight's. *delta* is added to *x* first, in
-        place."""
+        """*x* may be float32 whatever the weight's dtype; the result has the weight's.
+
+        :param delta: added to *x* first, in place.
+        """
         return ops.add_rms_norm(x, delta, self.weight, self.eps)
 
     def extra_repr(self) -> str:

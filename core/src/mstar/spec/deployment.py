@@ -49,7 +49,9 @@ class Deployment(_Section):
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: str = "processes"
     device: str | None = Field(None, description="cpu, cuda or cuda:N; default: cuda when there is one.")
-    dtype: str | None = Field(None, description="float32, bfloat16 or float16; default: bfloat16 on a GPU, float32 on the CPU.")
+    dtype: str | None = Field(
+        None, description="float32, bfloat16 or float16; default: bfloat16 on a GPU, float32 on the CPU."
+    )
     request_timeout_s: float | None = Field(None, gt=0)
 
 

@@ -42,9 +42,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
     rows, both = gate_up.shape
     out = gate_up.new_empty((rows, both // 2))
-    kernels.silu_mul_kernels[which](
-        rows * both >= _SHARED, gate_up.data_ptr(), out.data_ptr(), rows, both // 2
-    )
+    kernels.silu_mul_kernels[which](rows * both >= _SHARED, gate_up.data_ptr(), out.data_ptr(), rows, both // 2)
     return out
 
 

@@ -26,7 +26,19 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-__all__ = ["Kernel", "claim", "double_at", "exp", "float_bits", "function", "kernel", "narrow", "prefetch", "view", "widen"]
+__all__ = [
+    "Kernel",
+    "claim",
+    "double_at",
+    "exp",
+    "float_bits",
+    "function",
+    "kernel",
+    "narrow",
+    "prefetch",
+    "view",
+    "widen",
+]
 
 log = logging.getLogger(__name__)
 

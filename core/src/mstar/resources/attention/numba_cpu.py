@@ -44,7 +44,10 @@ class NumbaAttention(AttentionBackend):
             return "it has no kernel for attention within a step"
         if need.dtype not in _DTYPES:
             return f"it has no kernel for {need.dtype}"
-        return self._torch.supports(need) or cpu_kernels_fault()
+        fault = self._torch.supports(need) or cpu_kernels_fault()
+        if fault is None:
+            import mstar.resources.attention.cpu_kernels  # noqa: F401  # compiles them now, not in the first step
+        return fault
 
     def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
         plain = batch.step_kv == "written" and batch.sink == 0 and batch.gaps is None and memory.dtype in _DTYPES
