@@ -11,8 +11,8 @@ from mstar.nn.ops.jit import float_bits
 __all__ = ["add_rms_norm", "rotate", "silu_mul", "store_rows"]
 
 _KERNELS = {torch.float32: 0, torch.bfloat16: 1}
-_SHARED = 1 << 17
-"""Elements from which on several threads are worth waking: some 30 microseconds of work."""
+_SHARED = 1 << 15
+"""Elements from which on several threads are worth waking: some 20 microseconds of work."""
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

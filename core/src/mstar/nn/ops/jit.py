@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -215,7 +215,7 @@ def _team() -> _Parallel | None:
                 continue
             parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
             parallel.restype = None
-            return parallel  # type: ignore[no-any-return]
+            return parallel
     log.info("no OpenMP library of torch's was found; CPU kernels run on one thread")
     return None
 
