@@ -72,8 +72,8 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """The asked-for dtype; by default bfloat16 on a GPU, and on the CPU float32, which is exact: answers there are those
-    of the reference, token for token, alone and in any batch."""
+    """The asked-for dtype; by default bfloat16 on a GPU, and on the CPU float32, which is exact: answers there are the
+    reference's, token for token, alone and in any batch."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is not None:
         if name not in known:
