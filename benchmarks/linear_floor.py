@@ -4,7 +4,8 @@ No server can decode faster on this machine than its matrix products run, so the
 
     python benchmarks/linear_floor.py CONFIG_JSON [--batch 1 8 32] [--dtype auto|bfloat16|float32] [--step]
 
-``--step`` also times a whole decode step without attention (norms, rotary, activations, residuals) beside it.
+``--step`` also times a whole decode step without attention (norms, rotary, activations, residuals) beside it, and
+``--context N`` the attention of such a step over contexts of N tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from mstar.nn.config import DecoderConfig
 from mstar.nn.cpu_linear import best_cpu_dtype, prepare_cpu
 from mstar.nn.linear import Linear
 from mstar.patterns.causal_lm import CausalLMNode
+from mstar.resources.attention.numba_cpu import NumbaAttention
+from mstar.resources.attention.torch_sdpa import TorchAttention
+from mstar.resources.base import Owner, ResourceContext, Row
+from mstar.resources.paged_kv import PagedKV
+from mstar.spec.request import EngineRequest
+from mstar.spec.resources import PagedKV as PagedKVSpec
 
 __all__ = ["linear_floor", "random_node", "step_without_attention"]
 
@@ -62,10 +69,41 @@ def step_without_attention(
         ids, positions = torch.arange(rows), torch.full((rows,), 300)
         with torch.inference_mode():
             x = node.model.embed_tokens(ids)
-            rotation = node.model.rotary(positions, x.dtype)
-        before = [partial(node.model.embed_tokens, ids), partial(node.model.rotary, positions, x.dtype)]
-        layers = [partial(layer, x, rotation, _NoAttention()) for layer in node.model.layers]
+            rotation, delta = node.model.rotary(positions, x.dtype), torch.zeros_like(x)
+            x = x.float()
+        before = [partial(node.model.embed_tokens, ids), partial(node.model.rotary, positions, delta.dtype)]
+        layers = [partial(layer, x, delta, rotation, _NoAttention()) for layer in node.model.layers]
         out[rows] = sum(_best_each([*before, *layers, partial(node.logits, x)], rounds))
+    return out
+
+
+def attention_of_a_step(
+    config: DecoderConfig, dtype: torch.dtype, context: int, batches: Sequence[int] = (1, 8, 32), rounds: int = 15
+) -> dict[int, float]:
+    """Seconds that the attention of all layers takes in a decode step of rows that hold *context* tokens each."""
+    spec = PagedKVSpec(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        query_heads=config.heads,
+        max_tokens=context + 1,
+    )
+    backends = [NumbaAttention(), TorchAttention()]
+    out = {}
+    for rows in batches:
+        kv = PagedKV("kv", spec, ResourceContext(torch.device("cpu"), dtype, rows, None, backends))
+        owners = [Owner(str(row)) for row in range(rows)]
+        for owner in owners:
+            kv.reserve(owner, kv.units(context + 1))
+            kv.open(owner, EngineRequest(id=owner.key))
+        held = [Row(owner, context) for owner in owners]
+        kv.plan(held)
+        kv.commit(held)
+        kv.memory.data.normal_()
+        view = kv.plan([Row(owner) for owner in owners])
+        fused = torch.randn(rows, config.heads + 2 * config.kv_heads, config.head_dim).to(dtype)
+        q, k, v = fused.split((config.heads, config.kv_heads, config.kv_heads), 1)
+        out[rows] = sum(_best_each([partial(view.attend, layer, q, k, v) for layer in range(config.layers)], rounds))
     return out
 
 
@@ -100,6 +138,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="default: torch's")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--step", action="store_true", help="also time a step without attention")
+    parser.add_argument("--context", type=int, help="also time the attention of a step over contexts of this length")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -108,11 +147,16 @@ def main() -> None:
     node = random_node(config, dtype)
     floor = linear_floor(node, options.batch, options.rounds)
     whole = step_without_attention(node, options.batch, options.rounds) if options.step else {}
+    attention = (
+        attention_of_a_step(config, dtype, options.context, options.batch, options.rounds) if options.context else {}
+    )
     print(f"{dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for rows, seconds in floor.items():
         line = f"batch {rows:3}: linear layers {seconds * 1e3:6.2f} ms = {rows / seconds:6.1f} tokens/s"
         if rows in whole:
             line += f"; step without attention {whole[rows] * 1e3:6.2f} ms ({whole[rows] / seconds:.2f} x)"
+        if rows in attention:
+            line += f"; attention {attention[rows] * 1e3:6.2f} ms"
         print(line)
 
 

@@ -25,7 +25,10 @@ def mstar_resources() -> dict[str, str]:
 
 @hookimpl
 def mstar_attention_backends() -> dict[str, str]:
-    return {"torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention"}
+    return {
+        "torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention",
+        "numba_cpu": "mstar.resources.attention.numba_cpu:NumbaAttention",
+    }
 
 
 @hookimpl

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.config import DecoderConfig
 from mstar.nn.linear import MergedLinear, QKVLinear, RowLinear, VocabEmbedding
 from mstar.nn.norm import RMSNorm
@@ -39,7 +40,10 @@ class GatedMLP(nn.Module):
         self.activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        gate_up = self.gate_up_proj(x)
+        if self.activation is F.silu:
+            return self.down_proj(ops.silu_mul(gate_up))  # type: ignore[no-any-return]
+        gate, up = gate_up.chunk(2, -1)
         return self.down_proj(self.activation(gate).mul_(up))  # type: ignore[no-any-return]
 
 
@@ -61,17 +65,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        turning = heads[:, : self.heads + self.kv_heads]
+        turning = self.heads + self.kv_heads  # q and k in one go: same operation, same angles
+        v = heads[:, turning:]
         if self.q_norm is not None and self.k_norm is not None:
-            turning = torch.cat((self.q_norm(turning[:, : self.heads]), self.k_norm(turning[:, self.heads :])), 1)
-        turned = rotation.apply(turning)  # q and k in one go: same operation, same angles
-        q, k, v = turned[:, : self.heads], turned[:, self.heads :], heads[:, self.heads + self.kv_heads :]
+            heads = torch.cat((self.q_norm(heads[:, : self.heads]), self.k_norm(heads[:, self.heads : turning])), 1)
+        turned = rotation.apply(heads, turning)
+        q, k = turned[:, : self.heads], turned[:, self.heads :]
         mixed = kv.attend(self.layer, q, k, v)
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP on a residual stream *x* ``[N, hidden]``, which is updated in place."""
+    """Pre-norm attention and MLP beside a residual stream.
+
+    What a block adds to the stream is handed on as *delta* and added within the next norm, which reads the stream too.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -80,9 +88,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
-        x.add_(self.self_attn(self.input_layernorm(x), rotation, kv))
-        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+    def forward(self, x: Tensor, delta: Tensor | None, rotation: Rotation, kv: Any) -> Tensor:
+        """*x*: the stream ``[N, hidden]``; *delta*, which is still to be added, is added to it in place.
+
+        :returns: what this layer's MLP adds, for the next norm.
+        """
+        delta = self.self_attn(self.input_layernorm(x, delta), rotation, kv)
+        return self.mlp(self.post_attention_layernorm(x, delta))  # type: ignore[no-any-return]
 
 
 class DecoderStack(nn.Module):
@@ -99,8 +111,15 @@ class DecoderStack(nn.Module):
         self.rotary = Rotary(config.head_dim, config.rope)
 
     def forward(self, x: Tensor, positions: Tensor, kv: Any) -> Tensor:
-        """*x*: embedded tokens ``[N, hidden]``, overwritten. *positions*: integers ``[N]``. Returns ``[N, hidden]``."""
+        """*x*: embedded tokens ``[N, hidden]``, overwritten. *positions*: integers ``[N]``.
+
+        :returns: the residual stream ``[N, hidden]``: on the CPU in float32, which costs nothing there and spares the
+            stream its rounding; elsewhere in the model's dtype.
+        """
         rotation = self.rotary(positions, x.dtype)
+        if x.is_cpu:
+            x = x.float()
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, rotation, kv)
-        return x
+            delta = layer(x, delta, rotation, kv)
+        return x if delta is None else x.add_(delta)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.config import RopeConfig
 
 __all__ = ["Rotary", "Rotation", "inverse_frequencies"]
@@ -22,10 +23,12 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def apply(self, heads: Tensor) -> Tensor:
-        """Rotate *heads* ``[N, H, head_dim]``; returns a new tensor."""
-        swapped = heads.roll(heads.shape[-1] // 2, -1)
-        return torch.addcmul(heads * self.cos, swapped, self.sin)
+    def apply(self, heads: Tensor, turning: int | None = None) -> Tensor:
+        """Rotate the first *turning* of *heads* ``[N, H, head_dim]`` (default: all); *heads* may be overwritten.
+
+        :returns: ``[N, turning, head_dim]``.
+        """
+        return ops.rotate(heads, heads.shape[1] if turning is None else turning, self.cos, self.sin)
 
 
 class Rotary(nn.Module):

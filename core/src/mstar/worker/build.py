@@ -55,6 +55,8 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     _check_placement(deployment, [n.name for n in graph.nodes])
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
+    compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
+    on_phase(Phase(name="warmup", detail=compiling))
     resources = _make_resources(declared, plan, deployment, registry, device, dtype)
     return Built(model, plan, resources, nodes, device, dtype)
 

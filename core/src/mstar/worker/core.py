@@ -74,7 +74,6 @@ class Worker:
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
             deployment.scheduler, group_limits=lambda group: limits.get(group[0])
         )
-        on_phase(Phase(name="warmup"))
         runner = registry.runner(deployment.engine.runner)(deployment.engine)
         runner.prepare(built.nodes)
         self.engine = Engine(

@@ -1,5 +1,14 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 # Test helpers beside the tests: the suite is collected with importlib, which adds no folder to the path.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["torch_sdpa", "numba_cpu"])
+def attention_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    import kv_reference
+
+    monkeypatch.setattr(kv_reference, "backend_in_use", request.param)

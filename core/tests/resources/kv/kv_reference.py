@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, Resource, ResourceContext, Row
 
+BACKENDS: dict[str, type[TorchAttention | NumbaAttention]] = {"torch_sdpa": TorchAttention, "numba_cpu": NumbaAttention}
+backend_in_use = "torch_sdpa"
+"""Set by the fixture in ``conftest.py``, which runs a module's tests with every backend."""
+
 
 def make_context(max_owners: int = 8, memory: int | None = None, dtype: torch.dtype = torch.float32) -> ResourceContext:
-    return ResourceContext(torch.device("cpu"), dtype, max_owners, memory, [TorchAttention()])
+    return ResourceContext(
+        torch.device("cpu"), dtype, max_owners, memory, [BACKENDS[backend_in_use](), TorchAttention()]
+    )
 
 
 def reference(

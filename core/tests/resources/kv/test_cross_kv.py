@@ -11,6 +11,8 @@ from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
 
+pytestmark = pytest.mark.usefixtures("attention_backend")
+
 A, B, C = Owner("A"), Owner("B"), Owner("C")
 
 

@@ -10,6 +10,8 @@ from mstar.spec import resources as specs
 from mstar.spec.errors import SetupError
 from mstar.spec.request import EngineRequest
 
+pytestmark = pytest.mark.usefixtures("attention_backend")
+
 A, B, C, D = (Owner(name) for name in "ABCD")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
 from mstar.spec.errors import SetupError, nearest
 
 __all__ = ["KVMemory", "dtype_named"]
@@ -49,6 +50,9 @@ class KVMemory:
         """Per layer ``[2 * tokens, kv_heads * head_dim]``: the value of place *i* is in line ``tokens + i``."""
         self._keys = [pair[:tokens] for pair in self.pairs]
         self._values = [pair[tokens:] for pair in self.pairs]
+        self._addresses = [pair.data_ptr() for pair in self.pairs]
+        self.values_offset = tokens * kv_heads * head_dim * dtype.itemsize
+        """Bytes from a layer's keys to its values."""
 
     @staticmethod
     def token_bytes(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -57,9 +61,11 @@ class KVMemory:
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """Put *k*, *v* ``[N, kv_heads, head_dim]`` at *places* int64 ``[N]`` of *layer*."""
-        shape = (places.shape[0], self.kv_heads * self.head_dim)
-        self._keys[layer].index_copy_(0, places, k.reshape(shape).to(self.dtype))
-        self._values[layer].index_copy_(0, places, v.reshape(shape).to(self.dtype))
+        ops.store_rows(self._keys[layer], self._values[layer], places, k, v)
+
+    def keys_at(self, layer: int) -> int:
+        """Address of *layer*'s keys, for kernels that read the memory by themselves."""
+        return self._addresses[layer]
 
     def run(self, layer: int, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Views of keys and values ``[count, kv_heads, head_dim]`` at places ``start … start + count - 1``."""
