@@ -17,7 +17,7 @@ from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature
 from mstar.testing.miniatures.common import decode
 
-from .faults import doom
+from mstar.testing.faults import doom
 
 pytestmark = pytest.mark.filterwarnings("error")
 ALL = pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)

@@ -19,7 +19,7 @@ from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import Example, miniature
 from mstar.testing.miniatures.common import decode
 
-from .faults import doom
+from mstar.testing.faults import doom
 
 REGISTRY: Registry = miniature_registry()
 
