@@ -53,7 +53,9 @@ class EndChecks:
             if end is None:
                 fail(f"{mstar_model.spec.key!r}: request {request!r} got no end when its worker was closed")
             if isinstance(end, Failed) and end.code != "shutting_down":
-                fail(f"{mstar_model.spec.key!r}: request {request!r} failed before its worker was closed: {end.message}")
+                fail(
+                    f"{mstar_model.spec.key!r}: request {request!r} failed before its worker was closed: {end.message}"
+                )
         mstar_model.check_empty(driver, f"the worker was closed after {steps} steps")
 
     @pytest.mark.parametrize("at", [1, 6, None])

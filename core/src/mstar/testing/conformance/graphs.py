@@ -66,7 +66,9 @@ class GraphChecks:
             driver.submit(request, example)
         driver.run()
         if watch.faults:
-            fail(f"{mstar_model.spec.key!r}: nodes break their ports' promises:\n  " + "\n  ".join(sorted(watch.faults)))
+            fail(
+                f"{mstar_model.spec.key!r}: nodes break their ports' promises:\n  " + "\n  ".join(sorted(watch.faults))
+            )
 
 
 class _PortWatch(Runner):

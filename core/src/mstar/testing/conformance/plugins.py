@@ -55,6 +55,7 @@ for plugin in plugins.loaded:
 print(json.dumps(stages))
 """
 
+
 class PluginChecks:
     """The plugin loads, offers something, imports nothing heavy and documents its models."""
 

@@ -66,7 +66,9 @@ def find_plugin(registry: Registry, name: str) -> Plugin:
             raise PluginError(str(broken)) from broken.error
     if name in registry.plugins.blocked:
         raise PluginError(f"plugin {name!r} is blocked by MSTAR_PLUGINS or MSTAR_BLOCK_PLUGINS")
-    raise PluginError(f"there is no plugin {name!r}{nearest(name, [plugin.name for plugin in registry.plugins.loaded])}")
+    raise PluginError(
+        f"there is no plugin {name!r}{nearest(name, [plugin.name for plugin in registry.plugins.loaded])}"
+    )
 
 
 def models_of(registry: Registry, plugin: Plugin) -> list[str]:

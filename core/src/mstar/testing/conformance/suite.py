@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mstar.spec.errors import SetupError, nearest
 from mstar.testing.conformance import FamilyConformance, PluginConformance
 from mstar.testing.conformance.subject import find_plugin, models_of, open_registry
-from mstar.spec.errors import SetupError, nearest
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
