@@ -57,8 +57,8 @@ def _draw(spec: ModelSpec, rng: random.Random) -> Example:
         return example
     if "text" not in spec.inputs:
         raise SetupError(
-            f"the model {spec.key!r} takes {', '.join(spec.inputs) or 'nothing'} and no text, so the suite cannot guess "
-            "a request: name a function in ModelSpec.examples"
+            f"the model {spec.key!r} takes {', '.join(spec.inputs) or 'nothing'} and no text, so the suite cannot "
+            "guess a request: name a function in ModelSpec.examples"
         )
     text = " ".join(rng.choice(_WORDS) for _ in range(rng.choice((1, 2, 5, 9, 17))))
     knobs = {"max_tokens": rng.randint(2, 8)} if "max_tokens" in spec.knobs.model_fields else {}

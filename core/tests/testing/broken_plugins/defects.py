@@ -61,7 +61,7 @@ def write_scale_and_more(folder: Path) -> None:
     """A checkpoint with a tensor that the model has no place for."""
     import numpy as np
 
-    layout = {name: ("F32", (VOCAB,)) for name in ("scale", "shift")}
+    layout = dict.fromkeys(("scale", "shift"), ("F32", (VOCAB,)))
     write_safetensors(folder / "model.safetensors", layout, [np.ones(VOCAB, "<f4").tobytes()] * 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,7 +38,10 @@ class GraphChecks:
         """The graph has no fault (promise P2), and building it twice gives the same."""
         mstar_model.require_checkpoint()
         spec = mstar_model.spec
-        kwargs = merge_deployment(spec.key, default_deployment(spec)).model_kwargs
+        try:
+            kwargs = merge_deployment(spec.key, default_deployment(spec)).model_kwargs
+        except SetupError:
+            pytest.skip("the default deployment is not valid: see test_deployment")
         context = BuildContext(mstar_model.weights, torch.float32, torch.device("cpu"), kwargs)
         model: Model = load_object(spec.model)(context)
         graph, resources = model.graph(), model.resources()
@@ -87,10 +91,11 @@ class _PortWatch(Runner):
 
 
 def _faults(entry: Entry, step: Step, outputs: Mapping[str, Any]) -> Sequence[str]:
-    faults = []
     ports = {port.name: port for port in entry.outputs}
-    for name in outputs.keys() - ports.keys():
-        faults.append(f"returns {name!r}, which is no output port; its ports are {', '.join(ports) or 'none'}")
+    known = ", ".join(ports) or "none"
+    faults = [
+        f"returns {name!r}, which is no output port; its ports are {known}" for name in outputs.keys() - ports.keys()
+    ]
     for name, port in ports.items():
         if name not in outputs:
             faults.append(f"returned no {name!r}, which is an output port")

@@ -39,8 +39,8 @@ culprits = {}
 class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name in heavy and name not in culprits:
-            frames = [f for f in traceback.extract_stack()[:-1] if f.filename[0] != "<" and "importlib" not in f.filename]
-            culprits[name] = " -> ".join(f"{f.filename}:{f.lineno}" for f in frames[-4:])
+            frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack()[:-1] if f.filename[0] != "<"]
+            culprits[name] = " -> ".join([f for f in frames if "importlib" not in f][-4:])
 
 from mstar.plugins import Plugins
 plugins, stages = Plugins(), {}
@@ -75,8 +75,8 @@ class PluginChecks:
             for package, where in culprits.items():
                 moment = f"importing {source!r}" if stage == "import" else f"calling its {stage}"
                 fail(
-                    f"plugin {mstar_plugin!r}: {moment} imports {package}, at {where}. `mstar --help` and `mstar models` "
-                    "import every plugin: name classes as 'module:Class' strings, and import what is heavy in the "
+                    f"plugin {mstar_plugin!r}: {moment} imports {package}, at {where}. `mstar --help` and `mstar "
+                    "models` import every plugin: name classes as 'module:Class' strings, and import what is heavy in the "
                     "modules behind them."
                 )
 

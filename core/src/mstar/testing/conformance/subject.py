@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +19,7 @@ import torch
 from mstar.nn.model import BuildContext, Model
 from mstar.plugins import GROUP, Plugin, load_plugins
 from mstar.registry import Registry, load_object
+from mstar.resources.base import IntegrityError
 from mstar.runtime.opening import default_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
@@ -76,6 +77,16 @@ def models_of(registry: Registry, plugin: Plugin) -> list[str]:
     return [key for key, model in registry.models.items() if model.plugin == plugin]
 
 
+class _Driver(Driver):
+    """A driver that tells a leak, which a worker notices whenever it is idle, in words."""
+
+    def run(self, until: Callable[[], bool] = lambda: False, most: int = 100_000) -> None:
+        try:
+            super().run(until, most)
+        except IntegrityError as error:
+            fail(_leak(self.spec.key, "requests ended", error))
+
+
 class Subject:
     """One model under test.
 
@@ -86,7 +97,7 @@ class Subject:
     def __init__(self, registry: Registry, key: str, weights: Path | None):
         self.registry, self.weights = registry, weights
         self.spec, self.plugin = registry.models[registry.model(key).key]
-        self._answers: dict[str, Mapping[str, Any]] = {}
+        self._answers: dict[int, tuple[Example, Mapping[str, Any]]] = {}
 
     @property
     def lacks_checkpoint(self) -> bool:
@@ -130,7 +141,7 @@ class Subject:
         self.require_checkpoint()
         if self.load_fault is not None:
             pytest.skip(f"{self.spec.key!r} does not load: see test_it_loads")
-        return Driver(self.spec, self.registry, self.weights, **{**self.overrides, **overrides})
+        return _Driver(self.spec, self.registry, self.weights, **{**self.overrides, **overrides})
 
     def examples(self, count: int, seed: int) -> dict[str, Example]:
         """Request id → sample request."""
@@ -138,13 +149,12 @@ class Subject:
 
     def alone(self, example: Example) -> Mapping[str, Any]:
         """What *example* gives when it is the only request that a fresh worker ever sees."""
-        name = repr(example)
-        if name not in self._answers:
+        if id(example) not in self._answers:
             driver = self.driver()
             driver.submit("alone", example)
             driver.run()
-            self._answers[name] = self.answer(driver, "alone", example)
-        return self._answers[name]
+            self._answers[id(example)] = example, self.answer(driver, "alone", example)
+        return self._answers[id(example)][1]
 
     def answer(self, driver: Driver, request: str, example: Example) -> Mapping[str, Any]:
         """What *request* came to; fails the test if it did not end well."""
@@ -175,19 +185,22 @@ class Subject:
         """Every pool of *driver* is empty and its books balance."""
         try:
             driver.assert_empty()
-        except Exception as error:
-            fail(
-                f"{self.spec.key!r}: {what}, but state is left: {error}\n  A resource must free on close() all that "
-                "reserve() and open() took (promise P4)."
-            )
-        except AssertionError as error:
-            fail(f"{self.spec.key!r}: {what}, but a pool is not empty: {error}\n  (promise P4: nothing leaks)")
+        except (IntegrityError, AssertionError) as error:
+            fail(_leak(self.spec.key, what, error))
+
+
+def _leak(key: str, what: str, error: BaseException) -> str:
+    return (
+        f"{key!r}: {what}, but something of them is left: {error}\n  A resource's close() must free all that reserve() "
+        "and open() took (promise P4)."
+    )
 
 
 def _difference(want: Any, got: Any, tolerance: float) -> str:
     """How *got* differs from *want*; empty if it does not."""
     if want is None or got is None:
-        return f"it carried nothing {'alone' if want is None else 'now'}, and something {'now' if want is None else 'alone'}"
+        silent, other = ("alone", "now") if want is None else ("now", "alone")
+        return f"it carried nothing {silent}, and something {other}"
     if isinstance(want, list) or isinstance(got, list):
         return "" if want == got else f"alone {_short(want)}, now {_short(got)}"
     want, got = np.asarray(want), np.asarray(got)

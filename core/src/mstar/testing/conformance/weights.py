@@ -56,8 +56,8 @@ class WeightsChecks:
         fault = _load(mstar_model, folder)
         if fault is None:
             fail(
-                f"{mstar_model.spec.key!r} loads a checkpoint with a tensor that it does not use ({_STRANGER!r}): a newer "
-                "layout would be served wrong without a word. Let weights(node) ignore only names that it knows"
+                f"{mstar_model.spec.key!r} loads a checkpoint with a tensor that it does not use ({_STRANGER!r}): a "
+                "newer layout would be served wrong without a word. Let weights(node) ignore only names that it knows"
             )
         _check_names(mstar_model, fault, _STRANGER, "added")
 
@@ -120,6 +120,6 @@ def _load(subject: Subject, folder: Path) -> Exception | None:
 def _check_names(subject: Subject, fault: Exception, name: str, done: str) -> None:
     if not isinstance(fault, WeightsError) or name not in str(fault):
         fail(
-            f"{subject.spec.key!r}: with tensor {name!r} {done}, loading raised {type(fault).__name__}, which should be "
-            f"a WeightsError that names the tensor: {fault}"
+            f"{subject.spec.key!r}: with tensor {name!r} {done}, loading raised {type(fault).__name__}, which should "
+            f"be a WeightsError that names the tensor: {fault}"
         )
