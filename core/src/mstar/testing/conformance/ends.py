@@ -75,7 +75,8 @@ class EndChecks:
         if runner.swallowed:
             fail(
                 f"{mstar_model.spec.key!r}: {', '.join(sorted(runner.swallowed))} caught an exception of its own "
-                "forward pass and went on: the client gets a wrong answer instead of an error. Let exceptions out of nodes"
+                "forward pass and went on: the client gets a wrong answer instead of an error. Let exceptions out of "
+                "nodes"
             )
         for request in sorted(doomed):
             end = driver.ended.get(request)
