@@ -86,7 +86,7 @@ STATIC: dict[str, dict[str, str]] = {
     "bad_resources": {"test_it_loads": "resources.kvv: unknown resource; did you mean 'kv'?"},
     "silent": {"test_graph": "stream 'text'", "test_it_loads": "stream 'text'"},
     "wrong_dtype": {
-        "test_nodes_return_what_their_ports_say": "node 'lm' entry 'forward': port 'mean' is declared float32, the node "
+        "test_nodes_return_what_their_ports_say": "node 'lm' entry 'forward': port 'mean' is declared float32, the "
         "returned float64"
     },
     "wrong_shape": {
