@@ -58,7 +58,7 @@ def find_plugin(registry: Registry, name: str) -> Plugin:
     :raises PluginError: it was put aside (with the reason), or there is none.
     """
     entries = importlib.metadata.entry_points(group=GROUP)
-    names = {name} | {entry.name for entry in entries if entry.dist is not None and entry.dist.name == name}
+    names = {name} | {e.name for e in entries if name in (e.value, e.dist.name if e.dist else "")}
     for plugin in registry.plugins.loaded:
         if plugin.name in names or plugin.source in names:
             return plugin
