@@ -15,10 +15,9 @@ import torch
 from mstar.registry import Registry
 from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.faults import doom
 from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature, text
 from mstar.testing.miniatures.common import decode
-
-from .faults import doom
 
 pytestmark = pytest.mark.filterwarnings("error")
 ALL = pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)

@@ -16,10 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mstar.registry import Registry
 from mstar.spec.request import Failed
 from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.faults import doom
 from mstar.testing.miniatures import Example, miniature
 from mstar.testing.miniatures.common import decode
-
-from .faults import doom
 
 REGISTRY: Registry = miniature_registry()
 

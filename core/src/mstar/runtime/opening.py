@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "check_licence", "find_model", "prepare_config", "read_deployment"]
+__all__ = ["Say", "check_licence", "default_deployment", "find_model", "prepare_config", "read_deployment"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -44,7 +44,7 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = merge_deployment(spec.key, _defaults(spec), _from_file(spec, config), dict(overrides))
+    deployment = merge_deployment(spec.key, default_deployment(spec), _from_file(spec, config), dict(overrides))
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
@@ -107,7 +107,11 @@ def read_deployment(text: str, where: str) -> dict[str, Any]:
     return layer
 
 
-def _defaults(spec: ModelSpec) -> dict[str, Any]:
+def default_deployment(spec: ModelSpec) -> dict[str, Any]:
+    """The deployment that ships with *spec*'s package, as one layer for a merge.
+
+    :raises SetupError: its file cannot be read, or is not a mapping.
+    """
     if not isinstance(spec.deployment, str):
         return dict(spec.deployment)
     package, _, file = spec.deployment.partition(":")

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from mstar.spec.errors import RequestError, nearest
 
@@ -36,6 +44,19 @@ class Knobs(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_coerced(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic would read ``"5"`` and ``True`` as numbers, ``"yes"`` and 1 as a flag."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = get_args(annotation) or (annotation,)
+        if bool in kinds:
+            if isinstance(value, int | float | str) and not isinstance(value, bool) and type(value) not in kinds:
+                raise ValueError("must be true or false")
+        elif (int in kinds or float in kinds) and str not in kinds and isinstance(value, str | bytes | bool):
+            raise ValueError(f"must be a number, not a {'boolean' if isinstance(value, bool) else 'text'}")
+        return value
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
+from mstar.runtime.opening import default_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
-from mstar.spec.knobs import validate_knobs
+from mstar.spec.graph import CLIENT
 from mstar.spec.processor import Prepared, ProcessorContext
-from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push
-from mstar.spec.tasks import GenerateTask
-from mstar.testing.miniatures import Example, Miniature
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed
+from mstar.testing.examples import Example, task_for
 from mstar.worker.core import Worker
 
 __all__ = ["Driver", "collect", "miniature_registry"]
+
+
+class _Keyed(Protocol):
+    @property
+    def key(self) -> str: ...
 
 
 def miniature_registry() -> Registry:
@@ -39,34 +45,43 @@ def collect(events: list[Emit]) -> dict[str, Any]:
 
 
 class Driver:
-    """A worker of one miniature, its processor, and the events of every request so far.
+    """A worker of one model, its processor, and the events of every request so far.
 
-    :param overrides: fields of the deployment file.
+    :param model: a registered key, or anything that has one (a :class:`~mstar.spec.model.ModelSpec`, a miniature).
+    :param weights: the checkpoint's folder, for models that have weights. :param overrides: fields of the deployment.
     """
 
-    def __init__(self, mini: Miniature, registry: Registry | None = None, **overrides: Any):
-        self.mini, self.registry = mini, registry or miniature_registry()
-        deployment = merge_deployment(mini.key, dict(mini.spec.deployment), overrides)  # type: ignore[arg-type]
-        self.worker = Worker(WorkerConfig(key=mini.key, weights=None, deployment=deployment), self.registry)
-        self.processor = load_object(mini.spec.processor)(ProcessorContext(mini.spec, None))
+    def __init__(
+        self, model: str | _Keyed, registry: Registry | None = None, weights: Path | None = None, **overrides: Any
+    ):
+        self.registry = registry or miniature_registry()
+        self.spec = spec = self.registry.model(model if isinstance(model, str) else model.key)
+        deployment = merge_deployment(spec.key, default_deployment(spec), overrides)
+        folder = None if weights is None else str(weights)
+        self.worker = Worker(WorkerConfig(key=spec.key, weights=folder, deployment=deployment), self.registry)
+        context = ProcessorContext(spec, weights, deployment.model_kwargs)
+        self.processor = load_object(spec.processor)(context)
+        self.client_streams = tuple(s.name for s in self.worker.plan.graph.streams_from(CLIENT))
         self.emitted: dict[str, list[Emit]] = {}
         self.ended: dict[str, Done | Failed] = {}
         self.ack = True
 
+    def live(self, example: Example) -> tuple[str, ...]:
+        """The streams that *example*'s client feeds."""
+        return self.client_streams if example.live is None else example.live
+
     def prepare(self, request: str, example: Example, **task: Any) -> Prepared:
-        knobs = validate_knobs(self.mini.knobs, dict(example.knobs))
-        live = self.mini.live
-        given = GenerateTask(knobs=knobs, text=example.text, want=example.want, live=live, **task)
+        given = task_for(self.spec, example, live=self.live(example), **task)
         prepared: Prepared = self.processor.prepare(given, request)
         return prepared
 
     def submit(self, request: str, example: Example, **task: Any) -> None:
         """Submit *example*; what its client sends during the request follows at once."""
         self.worker.submit(self.prepare(request, example, **task).request)
-        for stream, items in example.appends:
-            self.worker.push(Push(id=request, stream=stream, data=items))
-        for stream in self.mini.live:
-            self.worker.push(Push(id=request, stream=stream, end=True))
+        for stream, part in example.appends:
+            self.worker.push(self.processor.push(stream, part, request))
+        for stream in self.live(example):
+            self.worker.push(self.processor.push(stream, None, request, end=True))
 
     def cancel(self, request: str) -> None:
         self.worker.cancel(Cancel(id=request))

@@ -48,4 +48,5 @@ SMOLLM2 = ModelSpec(
     # enough for 32 answers of the default length; in bfloat16 about 1 GB when full, nothing before it is used
     deployment={"max_concurrent_requests": 32, "resources": {"kv": {"tokens": 40_960}}},
     size=269_060_552,
+    tiny="mstar_demo.tiny:write_smollm2",
 )

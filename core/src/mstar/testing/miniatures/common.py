@@ -25,6 +25,7 @@ from mstar.spec.processor import (
 )
 from mstar.spec.request import Emit, EngineRequest, SamplingParams
 from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Task, Text
+from mstar.testing.examples import Example
 
 __all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
 
@@ -48,16 +49,6 @@ class MiniKnobs(SamplingKnobs):
     temperature: float = 0.0
     max_tokens: int | None = 16
     stop_token: int | None = Field(None, ge=0, lt=VOCAB, description="End after this token.")
-
-
-@dataclass(frozen=True)
-class Example:
-    """One request to a miniature. *appends*: what the client sends while it runs, as (stream, items)."""
-
-    text: str = ""
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    appends: tuple[tuple[str, Any], ...] = ()
-    want: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +87,7 @@ class Miniature:
             abilities=self.abilities,
             outputs=tuple(sorted(set(self.streams.values()))),
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
+            examples="mstar.testing.miniatures:draw",
         )
 
 

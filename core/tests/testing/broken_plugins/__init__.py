@@ -1,0 +1,1 @@
+"""Plugins that are wrong on purpose, one defect each: what the conformance suite must find."""

@@ -1,0 +1,1 @@
+"""A module that forgot to be a plugin."""

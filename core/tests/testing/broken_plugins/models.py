@@ -1,0 +1,225 @@
+"""Worker sides with one defect each; the first two are sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mstar.nn.node import Node, Step
+from mstar.resources.base import Owner
+from mstar.resources.recurrent import RecurrentStateResource
+from mstar.spec.graph import Call, Graph, NodeSpec, Port
+from mstar.spec.resources import RecurrentState, ResourceSpec
+from mstar.testing.miniatures.catalog import VOCAB
+from mstar.testing.miniatures.text import Chat, SumNode, context_sums, generate, token_logits
+from mstar.weights.checkpoint import Checkpoint
+from mstar.weights.names import WeightMap
+
+
+class _Scaled(Node):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(VOCAB))
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        token = (context_sums(step, ids) + 1) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token[step.last]) * self.scale)}
+
+
+class Scaled(Chat):
+    """A sound model with weights."""
+
+    def build(self, node: str) -> Node:
+        return _Scaled()
+
+    def weights(self, node: str) -> Any:
+        with torch.device("meta"):
+            return WeightMap.from_module(self.build(node))
+
+
+class IgnoresAll(Scaled):
+    """Shuts its eyes to tensors that it does not know."""
+
+    def weights(self, node: str) -> Any:
+        with torch.device("meta"):
+            return WeightMap.from_module(self.build(node), ignore=(".*",))
+
+
+class LoadsAnything(Scaled):
+    """Starts whatever the checkpoint lacks, with ones in its place."""
+
+    def build(self, node: str) -> Node:
+        assert self.context.weights is not None
+        built = _Scaled()
+        if "scale" not in Checkpoint(self.context.weights).tensors:
+            del built.scale
+            built.register_buffer("scale", torch.ones(VOCAB, device="cpu"), persistent=False)
+        return built
+
+
+class BadGraph(Chat):
+    """A call reads a value that nothing makes, from an entry that does not exist."""
+
+    def graph(self) -> Graph:
+        call = Call("lm", outputs={"tokn": "token"}, emit={"token": "text"})
+        return replace(super().graph(), walks={"generate": generate(call, {"ids": "promt"})})
+
+
+class _WithStatistics(Chat):
+    port: ClassVar[Port] = Port("mean", "float32", (), "stacked")
+    node: ClassVar[type[Node]]
+
+    def graph(self) -> Graph:
+        graph = super().graph()
+        (entry,) = graph.nodes[0].entries
+        return replace(graph, nodes=(NodeSpec("lm", (replace(entry, outputs=(*entry.outputs, self.port)),)),))
+
+    def build(self, node: str) -> Node:
+        return self.node()
+
+
+class _Double(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        return {**super().forward(step, ids), "mean": ids[step.last].double()}
+
+
+class WrongDtype(_WithStatistics):
+    """Returns float64 where its port says float32."""
+
+    node = _Double
+
+
+class _Matrix(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        return {**super().forward(step, ids), "mean": ids[step.last].float()[:, None]}
+
+
+class WrongShape(_WithStatistics):
+    """Returns a dimension too many."""
+
+    node = _Matrix
+
+
+class _Counting(SumNode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        self.steps += 1
+        token = (context_sums(step, ids)[step.last] + self.steps) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class KeepsState(Chat):
+    """Its node remembers earlier steps, whoever they were for."""
+
+    def build(self, node: str) -> Node:
+        return _Counting()
+
+
+class _Mixing(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        token = (context_sums(step, ids)[step.last] + ids.sum()) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class MixesRows(Chat):
+    """An answer depends on who else is in the step."""
+
+    def build(self, node: str) -> Node:
+        return _Mixing()
+
+
+class _Forgetting(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        context_sums(step, ids)
+        lengths = torch.tensor(step.lengths)
+        return {"token": step["sampler"].sample(token_logits((ids[step.last] + lengths) % VOCAB))}
+
+
+class ForgetsChunks(Chat):
+    """Reads its prompt from the step's inputs, and so only the last chunk of it."""
+
+    def build(self, node: str) -> Node:
+        return _Forgetting()
+
+
+class _FlatNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        token = context_sums(step, ids)[step.last] % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token) * 0.01)}
+
+
+class Flat(Chat):
+    """Sound, with a next token that is open: what a seed decides."""
+
+    def build(self, node: str) -> Node:
+        return _FlatNode()
+
+
+class _Swallowing(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        try:
+            return super().forward(step, ids)
+        except Exception:
+            return {"token": torch.zeros(step.rows, dtype=torch.int64)}
+
+
+class SwallowsErrors(Chat):
+    """Answers with zeros when something goes wrong."""
+
+    def build(self, node: str) -> Node:
+        return _Swallowing()
+
+
+@dataclass(frozen=True)
+class LeakySpec(RecurrentState):
+    kind: ClassVar[str] = "leaky_state"
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=lambda: {"x": ((1,), "float32")})
+
+
+class LeakyState(RecurrentStateResource):
+    """Never gives a slot back."""
+
+    kind = "leaky_state"
+
+    def close(self, owner: Owner) -> None:
+        self._open.discard(owner)
+
+
+class Leaks(Chat):
+    """Uses a resource that leaks."""
+
+    def graph(self) -> Graph:
+        graph = super().graph()
+        (entry,) = graph.nodes[0].entries
+        entry = replace(entry, resources=(*entry.resources, "state"), prefix=False)
+        return replace(graph, nodes=(NodeSpec("lm", (entry,)),))
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {**super().resources(), "state": LeakySpec()}
+
+
+class Silent(Chat):
+    """Generates for nobody."""
+
+    def graph(self) -> Graph:
+        call = Call("lm", outputs={"token": "token"})
+        return replace(super().graph(), walks={"generate": generate(call)})
+
+
+class _Crashing(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        raise ZeroDivisionError("no such luck")
+
+
+class Crashes(Chat):
+    """Cannot answer at all."""
+
+    def build(self, node: str) -> Node:
+        return _Crashing()

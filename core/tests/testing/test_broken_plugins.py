@@ -1,0 +1,209 @@
+"""The conformance suite fails on broken plugins, in the right test and with a message that says what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+DEFECTS = "broken_plugins.defects"
+
+
+class Report(NamedTuple):
+    """What a run of the suite said: test (with its parameters) → outcome; test → message of each failure."""
+
+    outcomes: dict[str, str]
+    messages: dict[str, str]
+
+    def failed(self, key: str = "") -> set[str]:
+        """The names of the failed tests of model *key*, without parameters."""
+        return {t.split("[")[0] for t in self.messages if not key or re.search(rf"\[{key}(-|\])", t)}
+
+    def message(self, test: str, key: str) -> str:
+        return next(m for t, m in self.messages.items() if t.startswith(test) and re.search(rf"\[{key}(-|\])", t))
+
+
+def conformance(folder: Path, plugin: str, *options: str) -> Report:
+    """Run the suite on *plugin* as its author would, from an empty folder; in this process, which has torch loaded."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    report = folder / "report.xml"
+    fixed = ["-c", str(folder / "pytest.ini"), "-p", "no:asyncio", "-W", "error", "-q", f"--junitxml={report}"]
+    with chdir(folder):
+        code = pytest.main([*fixed, "--mstar-plugin", plugin, *options])
+    assert code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return Report(*_read(ElementTree.parse(report).iter("testcase")))
+
+
+def _read(cases: Iterator[ElementTree.Element]) -> tuple[dict[str, str], dict[str, str]]:
+    outcomes, messages = {}, {}
+    for case in cases:
+        name = case.attrib["name"]
+        outcomes[name] = "passed"
+        for child in case:
+            if child.tag in ("failure", "error"):
+                messages[name] = child.attrib.get("message", "") + (child.text or "")
+            if child.tag in ("failure", "error", "skipped"):
+                outcomes[name] = child.tag
+    return outcomes, messages
+
+
+# --- what can be known without running the model ----------------------------------------------------------------------
+
+STATIC: dict[str, dict[str, str]] = {
+    "no_licence": {"test_licence": "licence '' says nothing: name the terms"},
+    "no_licence_link": {"test_licence": "licence 'MIT' has no link"},
+    "no_commerce": {"test_licence": "forbids commercial use, so it is not permissive: set permissive=False"},
+    "wrong_target": {
+        "test_spec": "no 'Sund' there; did you mean 'Sound'?",
+        "test_it_loads": "'wrong_target' does not load",
+    },
+    "unpinned": {"test_spec": "have no revision: pin the commit"},
+    "wrong_ability": {"test_abilities": "declares the ability 'chat', but its processor refuses"},
+    "undescribed": {"test_knobs_are_described": "knob 'steps' has no description"},
+    "unbounded": {"test_knobs_have_bounds": "'steps': a number without bounds: give Field(ge=…, le=…)"},
+    "unenforced": {
+        "test_knob_bounds_are_enforced": "knob 'steps' accepts 0, which is outside of its declared minimum 1"
+    },
+    "bad_default": {"test_knob_defaults_are_valid": "the default 40 of knob 'steps' is not valid"},
+    "lenient": {
+        "test_spec": "misspelled knobs would be ignored",
+        "test_unknown_knob_is_refused": "knob 'temperaturqq' accepts 1, which is unknown",
+    },
+    "bad_graph": {
+        "test_graph": "unknown output port 'tokn'; did you mean 'token'?",
+        "test_it_loads": "unknown output port 'tokn'",
+    },
+    "bad_deployment": {
+        "test_deployment": "unknown key; did you mean 'max_concurrent_requests'?",
+        "test_it_loads": "max_concurent_requests",
+    },
+    "bad_resources": {"test_it_loads": "resources.kvv: unknown resource; did you mean 'kv'?"},
+    "silent": {"test_graph": "stream 'text'", "test_it_loads": "stream 'text'"},
+    "wrong_dtype": {
+        "test_nodes_return_what_their_ports_say": "node 'lm' entry 'forward': port 'mean' is declared float32, the "
+        "returned float64"
+    },
+    "wrong_shape": {
+        "test_nodes_return_what_their_ports_say": "port 'mean' is declared (rows, ), the node returned shape"
+    },
+    "no_tiny": {"test_checkpoint": "set ModelSpec.tiny to the 'module:function'"},
+    "unused_tensor": {"test_it_loads": "shift [64] in model.safetensors"},
+    "ignores_all": {"test_unused_tensor_is_noticed": "loads a checkpoint with a tensor that it does not use"},
+    "loads_anything": {"test_missing_tensor_is_noticed": "loads without tensor 'scale'"},
+    "sound_weights": {},
+}
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    tests = "spec or licence or knob or abilities or graph or deployment or loads or nodes or tensor or checkpoint"
+    models = [word for key in STATIC for word in ("--mstar-model", key)]
+    return conformance(tmp_path_factory.mktemp("static"), DEFECTS, "-k", tests, *models)
+
+
+@pytest.mark.parametrize("key", STATIC)
+def test_a_wrong_declaration_is_found(static: Report, key: str) -> None:
+    assert static.failed(key) == STATIC[key].keys()
+    for test, fragment in STATIC[key].items():
+        assert fragment in static.message(test, key)
+
+
+# --- what shows when it runs ------------------------------------------------------------------------------------------
+
+ENDS = {"test_cancel", "test_a_failing_request_fails_alone"}
+BATCHES = {
+    "test_one_after_the_other",
+    "test_batch_invariance",
+    "test_late_arrivals",
+    "test_chunked_prefill",
+    "test_seeds",
+}
+
+RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
+    # key → the tests that must fail, with what they say; tests that the defect may fail as well
+    "sound": ({}, set()),
+    "keeps_state": (
+        {"test_one_after_the_other": "keep nothing about a request on itself"},
+        {*ENDS, *BATCHES, "test_http_round_trip"},
+    ),
+    "mixes_rows": (
+        {"test_batch_invariance": "stream 'text' changed in a batch with other requests: alone ["},
+        {*ENDS, *BATCHES, "test_http_round_trip"},
+    ),
+    "forgets_chunks": (
+        {"test_chunked_prefill": "changed when steps may have 3 tokens, so that its prompt is cut"},
+        {*ENDS, "test_late_arrivals"},
+    ),
+    "ignores_seed": ({"test_seeds": "with the same seed"}, set()),
+    "swallows_errors": (
+        {"test_a_failing_request_fails_alone": "_Swallowing.forward caught an exception of its own forward pass"},
+        set(),
+    ),
+    "leaks": (
+        {
+            "test_requests_end_well": "close() must free all that reserve() and open() took",
+            "test_close": "the worker was closed after 1 steps, but something of them is left",
+            "test_cancel": "slots held by",
+        },
+        {*ENDS, *BATCHES, "test_nodes_return_what_their_ports_say", "test_http_round_trip"},
+    ),
+    "crashes": (
+        {"test_requests_end_well": "a sample request failed (internal_error): the model failed on this request: Zero"},
+        {*ENDS, *BATCHES, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
+    ),
+    "wrong_outputs": ({"test_http_round_trip": "the answer has text, which ModelSpec.outputs does not declare"}, set()),
+    "breaks_off": ({"test_http_round_trip": "POST /generate was answered 500"}, set()),
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    models = [word for key in RUNNING for word in ("--mstar-model", key)]
+    return conformance(tmp_path_factory.mktemp("running"), DEFECTS, *models)
+
+
+@pytest.mark.parametrize("key", RUNNING)
+def test_wrong_behaviour_is_found(running: Report, key: str) -> None:
+    certain, possible = RUNNING[key]
+    assert certain.keys() <= running.failed(key) <= certain.keys() | possible
+    for test, fragment in certain.items():
+        assert fragment in running.message(test, key)
+
+
+def test_bounds_that_only_the_schema_has_show_over_http(tmp_path: Path) -> None:
+    report = conformance(tmp_path, DEFECTS, "--mstar-model", "unenforced", "-k", "bad_requests")
+    assert "POST /generate accepts steps=0, which is outside of" in report.message("test_bad_requests", "unenforced")
+
+
+# --- plugins ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plugin", "test", "fragment"),
+    [
+        ("heavy", "test_imports_nothing_heavy", "importing 'broken_plugins.heavy' imports torch at "),
+        ("heavy_hook", "test_imports_nothing_heavy", "calling its mstar_models imports torch at "),
+        ("undocumented", "test_every_model_is_documented", "does not name wallflower: say what each key serves"),
+        ("typo", "test_plugin_is_used", "there is no hook 'mstar_model'; did you mean 'mstar_models'?"),
+        ("hookless", "test_plugin_is_used", "implements no hook: mark its functions with @mstar.hookimpl"),
+        ("absent", "test_plugin_is_used", "No module named 'broken_plugins.absent'"),
+    ],
+)
+def test_a_wrong_plugin_is_found(tmp_path: Path, plugin: str, test: str, fragment: str) -> None:
+    report = conformance(tmp_path, f"broken_plugins.{plugin}", "-k", "Plugin")
+    assert report.failed() == {test}
+    assert fragment in report.messages[test]
+    if test == "test_imports_nothing_heavy":
+        assert f"broken_plugins{os.sep}{plugin}.py:" in report.messages[test]
+
+
+def test_the_sound_plugin_passes(tmp_path: Path) -> None:
+    report = conformance(tmp_path, DEFECTS, "-k", "Plugin")
+    assert report.failed() == set()
+    assert list(report.outcomes.values()) == ["passed"] * 3
