@@ -135,7 +135,8 @@ def _narrow(x, like):  # type: ignore[no-untyped-def]
         bits = np.float32(x).view(np.uint32)
         even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
         nearest = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
-        return np.uint16(nearest) if x == x else np.uint16(0x7FC0)  # rounding could carry a NaN into the sign
+        quiet = np.uint16(0x7FC0)  # rounding could carry a NaN into the sign
+        return np.uint16(nearest) * np.uint16(x == x) + quiet * np.uint16(x != x)
 
     return rounded
 
