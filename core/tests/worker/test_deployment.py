@@ -47,5 +47,5 @@ def test_overrides_of_a_resource_are_typed(registry: Registry, kv: dict[str, Any
     ],
 )
 def test_numbers_without_a_bound_are_refused(layer: dict[str, Any]) -> None:
-    with pytest.raises(SetupError, match="finite|1024"):
+    with pytest.raises(SetupError, match=r"finite|1024"):
         merge_deployment("mini_chat", layer)

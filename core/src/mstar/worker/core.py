@@ -122,14 +122,9 @@ class Worker:
 
     def push(self, push: Push) -> None:
         live = self._live.get(push.id)
-        if live is None:
-            return  # it has ended; its end is on the way to the client
-        try:
-            live.run.push(push)
-        except RequestError as error:
-            self._fail(live, error)
-        else:
-            self._collect(live)
+        if live is not None:  # else it has ended; its end is on the way to the client
+            run = live.run
+            self._guarded(live, lambda: run.push(push))
 
     def cancel(self, cancel: Cancel) -> None:
         live = self._live.get(cancel.id)
@@ -139,8 +134,8 @@ class Worker:
     def ack(self, request: str, stream: str, items: int) -> None:
         live = self._live.get(request)
         if live is not None:
-            live.run.ack(stream, items)
-            self._collect(live)
+            run = live.run
+            self._guarded(live, lambda: run.ack(stream, items))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
