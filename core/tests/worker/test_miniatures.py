@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from mstar.registry import Registry
-from mstar.spec.request import Done, Failed
+from mstar.spec.errors import RequestError
+from mstar.spec.request import Done, Failed, Push
+from mstar.spec.tasks import Text
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.faults import doom
 from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature, text
@@ -313,6 +315,40 @@ def test_a_slow_client_slows_only_itself(registry: Registry) -> None:
     assert_right(mini, slow, dict(driver.result("slow")))
     assert_right(mini, quick, dict(driver.result("quick")))
     driver.assert_empty()
+
+
+@pytest.mark.parametrize("data", [{"text": "hi"}, "hi", [{}], np.ones((2, 2, 2), dtype=np.float32)])
+def test_what_a_client_pushes_can_only_fail_its_own_request(registry: Registry, data: Any) -> None:
+    mini = miniature("mini_duplex")
+    driver = Driver(mini, registry)
+    good = Example(appends=(("audio_in", np.ones(8, dtype=np.float32)),))
+    driver.worker.submit(driver.prepare("bad", Example()).request)
+    driver.worker.push(Push(id="bad", stream="audio_in", data=data))
+    driver.submit("good", good)
+    driver.run()
+    end = driver.ended["bad"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code) == (400, "invalid_value")
+    assert_right(mini, good, dict(driver.result("good")))
+    driver.assert_empty()
+
+
+def test_a_bug_behind_a_push_fails_its_request_only(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(miniature("mini_duplex"), registry)
+    driver.worker.submit(driver.prepare("r", Example()).request)
+    driver.run()
+    monkeypatch.setattr(driver.worker._live["r"].run, "push", lambda push: 1 / 0)
+    driver.worker.push(Push(id="r", stream="audio_in", end=True))
+    driver.run()
+    end = driver.ended["r"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code) == (500, "internal_error")
+    driver.assert_empty()
+
+
+def test_a_text_is_no_item_of_a_stream_of_arrays(registry: Registry) -> None:
+    with pytest.raises(RequestError, match="takes arrays, not text"):
+        Driver(miniature("mini_duplex"), registry).processor.push("audio_in", Text("hi"), "r")
 
 
 def test_a_request_that_takes_too_long_is_ended(registry: Registry) -> None:

@@ -79,7 +79,9 @@ def decode_audio(data: bytes, param: str, options: ServerOptions) -> Audio:
             samples = sound.read(frames=sound.frames, dtype="float32", always_2d=True)
             return Audio(np.ascontiguousarray(samples.mean(axis=1)), sound.samplerate)
     except soundfile.LibsndfileError as error:
-        raise _bad(f"the audio is damaged or of an unknown format: {error}", param, "invalid_audio") from None
+        raise _bad(
+            f"the audio is damaged or of an unknown format: {error.error_string}", param, "invalid_audio"
+        ) from None
 
 
 def _has_soundfile() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.spec.errors import RequestError
 from mstar.spec.graph import Port
 
 __all__ = ["Ref", "as_tensor", "gather_list", "gather_packed", "gather_stacked", "torch_dtype"]
@@ -66,8 +67,15 @@ def torch_dtype(name: str, model: torch.dtype) -> torch.dtype:
 
 
 def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype) -> Tensor:
-    """A request's input as a tensor of *port*'s dtype on *device*. Shares memory with *array* where it can."""
-    tensor = torch.as_tensor(array)
+    """A request's input as a tensor of *port*'s dtype on *device*. Shares memory with *array* where it can.
+
+    Raises :class:`RequestError` for what is no array.
+    """
+    try:
+        tensor = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = f"{port.name!r} takes an array, got a {type(array).__name__}: {error}"
+        raise RequestError(message, param=port.name) from None
     return tensor.to(device=device, dtype=torch_dtype(port.dtype, model))
 
 

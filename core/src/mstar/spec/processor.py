@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
-from mstar.spec.tasks import Task
+from mstar.spec.tasks import Part, Task
 
 __all__ = [
     "ArrayDelta",
@@ -123,6 +124,8 @@ class Processor(abc.ABC):
     def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
         """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.
 
-        The default passes arrays on as they are.
+        The default passes arrays on as they are, and refuses anything else.
         """
+        if isinstance(part, Part):
+            raise RequestError(f"stream {stream!r} takes arrays, not {type(part).__name__.lower()}", param=stream)
         return Push(id=request_id, stream=stream, data=part, end=end)
