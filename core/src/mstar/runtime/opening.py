@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mstar.cluster.base import WorkerConfig
+from mstar.licences import check_licence
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "check_licence", "prepare_config", "read_deployment"]
+__all__ = ["Say", "file_deployment", "packaged_deployment", "prepare_config", "read_deployment"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -43,16 +44,9 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = merge_deployment(spec.key, _defaults(spec), _from_file(spec, config), dict(overrides))
+    deployment = merge_deployment(spec.key, packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
     with progress_bar() as progress:
-        context = SourceContext(
-            cache=settings.cache,
-            offline=settings.offline,
-            endpoint=settings.hub_endpoint,
-            token=settings.hub_token,
-            say=say or _say,
-            progress=progress,
-        )
+        context = SourceContext.of(settings, say=say or _say, progress=progress)
         weights = resolve_weights(spec, deployment.weights, registry.weight_source, context)
     return WorkerConfig(
         key=spec.key,
@@ -61,18 +55,6 @@ def prepare_config(
         plugins=settings.plugins,
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
-    )
-
-
-def check_licence(spec: ModelSpec, settings: Settings) -> None:
-    """Nothing is fetched or served under terms that are not permissive until the operator has accepted them."""
-    if spec.licence.permissive or spec.key in settings.accept_licences:
-        return
-    use = "" if spec.licence.commercial else ", which do not allow commercial use"
-    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
-    raise SetupError(
-        f"the weights of {spec.key!r} come under the terms of {terms}. If you accept them, serve with --accept-licence "
-        f"or set MSTAR_ACCEPT_LICENCES={spec.key}"
     )
 
 
@@ -89,7 +71,8 @@ def read_deployment(text: str, where: str) -> dict[str, Any]:
     return layer
 
 
-def _defaults(spec: ModelSpec) -> dict[str, Any]:
+def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
+    """The defaults that *spec*'s package brings along."""
     if not isinstance(spec.deployment, str):
         return dict(spec.deployment)
     package, _, file = spec.deployment.partition(":")
@@ -100,7 +83,8 @@ def _defaults(spec: ModelSpec) -> dict[str, Any]:
     return read_deployment(text, spec.deployment)
 
 
-def _from_file(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
+def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
+    """The layer in file *config*, which must be for *spec*; nothing without a file."""
     if config is None:
         return {}
     try:
