@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,3 +61,39 @@ def mstar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     yield call
     for name in [name for name in sys.modules if name.startswith("cli_toys")]:
         del sys.modules[name]
+
+
+LLAMA = """
+import mstar
+from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.model import Licence, ModelSpec, WeightsRef
+
+@mstar.hookimpl
+def mstar_models():
+    return [
+        ModelSpec(
+            key="toy-llama", family="toy", summary="A small decoder.", weights=(WeightsRef("hub", "toys/llama", "v1"),),
+            licence=Licence("Apache-2.0"), model="mstar.patterns.causal_lm:CausalLM",
+            processor="mstar.processing.chat:TextProcessor", knobs=SamplingKnobs, abilities=("chat",),
+            deployment={"device": "cpu", "dtype": "float32", "resources": {"kv": {"tokens": 1024}}},
+        )
+    ]
+"""
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(mstar: Run, tmp_path: Path) -> Run:
+    """As ``mstar``, with model ``toy-llama`` beside the others; ``tmp_path/llama`` holds its config and no weights."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(CONFIG))
+
+    def call(*words: str) -> tuple[int, str, str]:
+        return mstar(*words, extra="cli_toys_llama", code=LLAMA)
+
+    return call

@@ -167,6 +167,9 @@ class CrossKV(Resource):
         for row in rows:
             self._staged.pop(row.owner, None)
 
+    def device_bytes(self) -> int:
+        return self.memory.data.nbytes
+
     def usage(self) -> Usage:
         return self._slots.usage()
 

@@ -119,6 +119,9 @@ class WindowKV(Resource):
             for row in rows:
                 self._lengths[row.owner] += row.length
 
+    def device_bytes(self) -> int:
+        return self.memory.data.nbytes
+
     def usage(self) -> Usage:
         return self._slots.usage()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.graph.program import Plan, compile_graph
@@ -21,10 +23,24 @@ from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import SetupError, nearest
+from mstar.spec.errors import DeploymentError, SetupError, nearest
+from mstar.spec.graph import NodeSpec
+from mstar.spec.model import ModelSpec
 from mstar.spec.resources import ResourceSpec
 
-__all__ = ["Built", "build", "pick_device", "pick_dtype"]
+__all__ = [
+    "Built",
+    "Faults",
+    "build",
+    "declared_resources",
+    "make_model",
+    "make_resource",
+    "node_faults",
+    "pick_device",
+    "pick_dtype",
+    "placement_faults",
+    "resource_contexts",
+]
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +62,26 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
-    spec = registry.model(config.key)
     weights = None if config.weights is None else Path(config.weights)
-    model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
-    graph, declared = model.graph(), _declared(model, deployment)
+    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
+    graph = model.graph()
+    declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    _check_placement(deployment, [n.name for n in graph.nodes])
+    if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
+        raise DeploymentError(faults)
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
-    resources = _make_resources(declared, plan, deployment, registry, device, dtype)
+    contexts = resource_contexts(declared, plan, deployment, registry, device, dtype)
+    resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
     return Built(model, plan, resources, nodes, device, dtype)
+
+
+def make_model(
+    spec: ModelSpec, weights: Path | None, deployment: Deployment, device: torch.device, dtype: torch.dtype
+) -> Model:
+    """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
+    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
+    return model
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -80,51 +106,70 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
-    """The model's resources with the deployment's overrides applied."""
-    declared = dict(model.resources())
+Faults = list[tuple[str, str]]
+"""(key in the deployment, what is wrong with it)."""
+
+
+def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, ResourceSpec], Faults]:
+    """The model's resources with the deployment's overrides applied, and the faults of overrides left out."""
+    declared, faults = dict(model.resources()), Faults()
     for name, overrides in deployment.resources.items():
         if name not in declared:
-            raise SetupError(f"deployment: resources.{name}: unknown resource{nearest(name, declared)}")
-        fields = {f.name for f in dataclasses.fields(declared[name])}
-        for key in overrides:
-            if key not in fields:
-                raise SetupError(f"deployment: resources.{name}.{key}: unknown key{nearest(key, fields)}")
-        declared[name] = dataclasses.replace(declared[name], **overrides)
-    return declared
+            faults.append((f"resources.{name}", f"unknown resource{nearest(name, declared)}"))
+            continue
+        known = {f.name: f for f in dataclasses.fields(declared[name])}
+        types = typing.get_type_hints(type(declared[name]))
+        values = {}
+        for key, value in overrides.items():
+            if key not in known:
+                faults.append((f"resources.{name}.{key}", f"unknown key{nearest(key, known)}"))
+                continue
+            try:
+                values[key] = TypeAdapter(types[key]).validate_python(value)
+            except ValidationError as error:
+                faults.append((f"resources.{name}.{key}", f"{error.errors()[0]['msg']} (got {value!r})"))
+        declared[name] = dataclasses.replace(declared[name], **values)
+    attention = deployment.engine.attention
+    if attention is not None:
+        for name, spec in declared.items():
+            if getattr(spec, "backend", "") is None:
+                declared[name] = dataclasses.replace(spec, backend=attention)  # type: ignore[call-arg]
+    return declared, faults
 
 
-def _check_placement(deployment: Deployment, nodes: list[str]) -> None:
+def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple[str, str]]:
     for node, ranks in deployment.placement.items():
         if node not in nodes:
-            raise SetupError(f"deployment: placement.{node}: unknown node{nearest(node, nodes)}")
-        if any(rank != 0 for rank in ranks):
-            raise SetupError(f"deployment: placement.{node}: ranks {ranks}, but this worker has only rank 0")
+            yield f"placement.{node}", f"unknown node{nearest(node, nodes)}"
+        elif any(rank != 0 for rank in ranks):
+            yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
 
 
-def _make_resources(
+def resource_contexts(
     declared: Mapping[str, ResourceSpec],
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, Resource]:
+) -> dict[str, ResourceContext]:
+    """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
-    unsized = sum(getattr(spec, "tokens", 0) is None for spec in declared.values())
-    budget = _memory_budget(device) // max(unsized, 1)
-    made: dict[str, Resource] = {}
-    for name, spec in declared.items():
+    unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
+    budget = _memory_budget(device) // len(unsized) if unsized else None
+    made: dict[str, ResourceContext] = {}
+    for name in declared:
         contexts = len(plan.contexts.get(name, ())) or 1
         owners = deployment.max_concurrent_requests * contexts
         if name in plan.graph.sessions:
             owners += deployment.max_sessions * contexts
-        if getattr(spec, "backend", "") is None and deployment.engine.attention is not None:
-            spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
-        memory = budget if getattr(spec, "tokens", 0) is None else None
-        context = ResourceContext(device, dtype, owners, memory, backends)
-        made[name] = registry.resource(spec.kind)(name, spec, context)
+        made[name] = ResourceContext(device, dtype, owners, budget if name in unsized else None, backends)
     return made
+
+
+def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:
+    """The pool of resource *name*. Raises :class:`SetupError` when it cannot be as asked for, with the numbers."""
+    return registry.resource(spec.kind)(name, spec, context)
 
 
 def _memory_budget(device: torch.device) -> int:
@@ -165,9 +210,17 @@ def _load_nodes(
             load(node, weight_map, weights, device, dtype, report)
             if device.type == "cpu":
                 prepare_cpu(node)
-        for entry in spec.entries:
-            method = getattr(type(node), entry.name, None)
-            if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
-                raise SetupError(f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}")
+        for fault in node_faults(spec, node):
+            raise SetupError(fault)
         nodes[spec.name] = node.eval().requires_grad_(False)
     return nodes
+
+
+def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:
+    """Entries of *spec* that its module does not have."""
+    for entry in spec.entries:
+        method = getattr(type(node), entry.name, None)
+        if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
+            methods = [name for name in vars(type(node)) if not name.startswith("_")]
+            known = nearest(entry.name, methods)
+            yield f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}{known}"
