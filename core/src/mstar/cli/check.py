@@ -71,8 +71,8 @@ def _print(checked: Checked) -> None:
         rows = [(n.name, n.module, f"{n.parameters:,}", bytes_in_words(n.bytes)) for n in checked.nodes]
         print("\n" + table(("NODE", "MODULE", "PARAMETERS", "SIZE"), rows))
     if checked.pools:
-        rows = [(p.name, p.kind, str(p.units), bytes_in_words(p.bytes), str(p.owners)) for p in checked.pools]
-        print("\n" + table(("POOL", "KIND", "UNITS", "SIZE", "CONTEXTS"), rows))
+        lines = [(p.name, p.kind, str(p.units), bytes_in_words(p.bytes), str(p.owners)) for p in checked.pools]
+        print("\n" + table(("POOL", "KIND", "UNITS", "SIZE", "CONTEXTS"), lines))
     _print_limits(checked)
     if checked.faults:
         fault(f"\n{len(checked.faults)} fault(s):\n" + "\n".join(f"  {found}" for found in checked.faults))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-__all__ = ["bytes_in_words", "fault", "note", "print_json", "table"]
+__all__ = ["Tree", "bytes_in_words", "fault", "note", "print_json", "table"]
 
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -49,3 +50,24 @@ def bytes_in_words(size: float) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+
+
+@dataclass
+class Tree:
+    """An outline, drawn with lines. Nothing is cut or wrapped: a narrow terminal does that, a file must not."""
+
+    label: str
+    branches: list[Tree] = field(default_factory=list)
+
+    def add(self, label: str) -> Tree:
+        """A new branch."""
+        self.branches.append(Tree(label))
+        return self.branches[-1]
+
+    def lines(self) -> Iterator[str]:
+        yield self.label
+        for branch in self.branches:
+            last = branch is self.branches[-1]
+            first, *rest = branch.lines()
+            yield f"{'└' if last else '├'}── {first}"
+            yield from (f"{' ' if last else '│'}   {line}" for line in rest)

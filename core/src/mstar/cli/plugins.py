@@ -56,7 +56,7 @@ def _facts(plugins: Plugins) -> list[dict[str, Any]]:
 
 
 def _fact(name: str, version: str, state: str, **more: Any) -> dict[str, Any]:
-    empty = {"reason": None, "remedy": None, "hooks": [], "source": None, "traceback": None}
+    empty: dict[str, Any] = {"reason": None, "remedy": None, "hooks": [], "source": None, "traceback": None}
     return {"name": name, "version": version, "state": state, **empty, **more}
 
 

@@ -272,6 +272,7 @@ def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtyp
 def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, place: str) -> None:
     device, dtype, declared = checked.device, checked.dtype, checked.declared
     assert device is not None
+    assert dtype is not None
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
     contexts = build.resource_contexts(declared, plan, deployment, registry, _META if absent else device, dtype)
     for name, spec in declared.items():
