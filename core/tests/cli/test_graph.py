@@ -21,7 +21,7 @@ def test_text(mstar: Run) -> None:
     status, out, err = mstar("graph", "mini_omni", **MINI)
     assert (status, err) == (0, "")
     for line in (
-        "│   │   └── forward(codes: int64[C,3], left: int64[]) → samples: float32[S]",
+        "│       └── forward(codes: int64[C,3], left: int64[]) → samples: float32[S]",
         "│           ├── thinker(ids = prompt) → token, stream text, stream hidden",
         "│           └── repeat until token is a stop token",
         "│   ├── frames: talker → codec (tokens, 4 at a time, after 2 of context)",

@@ -74,9 +74,8 @@ class _Box:
 
     def draw(self, out: list[str], x: float, y: float) -> None:
         if self.look:
-            out.append(
-                f'<rect class="{self.look}" x="{x:g}" y="{y:g}" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
-            )
+            size = f'width="{self.width:g}" height="{self.height:g}"'
+            out.append(f'<rect class="{self.look}" x="{x:g}" y="{y:g}" {size} rx="6"/>')
         for number, (look, text) in enumerate(self.lines):
             out.append(_text(x + self._pad, y + self._pad + 11 + number * _LINE, text, look))
         at_x, at_y = x + self._pad, y + self._pad + self._head
