@@ -45,8 +45,8 @@ class Sizes(MiniProcessor):
 def mstar_models():
     specs = {mini.key: mini.spec for mini in MINIATURES}
     return [
-        *specs.values(),
-        replace(specs["mini_chat"], key="sizes", processor=__name__ + ":Sizes"),
+        *(spec for spec in specs.values() if spec.key != "mini_planner"),
+        replace(specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",)),
         replace(specs["mini_chat"], key="speaker", abilities=("speech",)),
     ]
 
@@ -128,11 +128,9 @@ def test_files_and_a_system_message_go_in(toys: Run, tmp_path: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (3, 2)).save(tmp_path / "a.png")
-    status, out, _ = toys(
-        "run", "sizes", "Hi", "--file", str(tmp_path / "a.png"), "--system", "S", "--set", "max_tokens=4"
-    )
+    status, out, _ = toys("run", "mini_planner", "Hi", "--file", str(tmp_path / "a.png"), "--system", "S")
     assert status == 0
-    assert out == EXPECTED["mini_chat"](Example("s1 u2 2x3 SHi", {"max_tokens": 4}))["text"] + "\n"
+    assert out == EXPECTED["mini_planner"](Example("s1 u2 2x3 SHi"))["text"] + "\n"
 
 
 @pytest.mark.parametrize(

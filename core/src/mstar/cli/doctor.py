@@ -210,5 +210,3 @@ def _hub(context: Context) -> Iterator[Finding]:
         yield Finding("Hub", "missing", f"{address} does not answer: {error}", advice)
     else:
         yield Finding("Hub", "ok", f"{address} answers")
-
-
