@@ -19,31 +19,47 @@ HEAD = """\
 
 This page is generated from the commands themselves: `python scripts/cli_docs.py` writes it, and a test checks it.
 
-Every command answers `--help`. Exit status: 0 when all is well; 1 when the answer is "no" (`check` found faults, `doctor`
-misses something essential, a request failed in the engine); 2 when you must change something (a word, a setting, a file);
-130 after Ctrl-C. Answers go to standard output, everything else to standard error. An unknown command, option, model,
-parameter or key of a file is answered with the nearest one that exists.
+Every command answers `--help`. Exit status: 0 when all is well; 1 when the answer is "no" (`check` found faults,
+`doctor` misses something essential, a request failed in the engine); 2 when you must change something (a word, a
+setting, a file); 130 after Ctrl-C. Answers go to standard output, everything else to standard error. An unknown
+command, option, model, parameter or key of a file is answered with the nearest one that exists.
 
 Plugins add commands of their own; `mstar --help` lists all that are installed.
 """
 
 SHAPES = {
-    "models": "A list of objects: `key`, `family`, `summary`, `plugin`, `plugin_version`, `weights` (a list of `source`, `id`, "
-    "`revision`), `weights_present`, `weights_folder` (or null), `size` (bytes, or null), `licence` (`name`, `url`, "
-    "`commercial`, `gated`, `permissive`), `abilities`, `inputs`, `outputs`.",
-    "plugins": "A list of objects: `name`, `version`, `state` (`loaded`, `broken`, `blocked`), `reason`, `remedy`, `hooks`, "
-    "`source`; with `--traceback` also `traceback`.",
-    "graph": "An object: `key`, `nodes` (`name`, `ranks`, `max_rows`, `entries`), `partitions` (`name`, `walks`), `walks` (name "
-    "→ tree whose parts have `kind` `call`, `seq`, `par` or `loop`), `streams`, `inputs`, `sessions`, `resources`.",
-    "check": "An object: `key`, `ok`, `faults` (a list of `file`, `key`, `message`), `weights_folder`, `device`, `dtype`, "
-    "`max_concurrent_requests`, `nodes` (`name`, `module`, `parameters`, `bytes`), `pools` (`name`, `kind`, `units`, "
-    "`bytes`, `owners`, `full_requests`).",
-    "license": "`list` answers a list, `show` and `accept` one object: `key`, `terms`, `url`, `commercial`, `gated`, "
-    "`permissive`, `accepted` (`permissive`, `settings`, `record`, or null), `accepted_at`, `accepted_version`.",
-    "download": "An object: `key`, `folder` (null for a model without weights), `size` (bytes).",
-    "run": "An object: `key`, `text`, `finish_reason`, `usage` (`input`, `output`), `files` (a list of `stream`, `path`, "
-    "`media_type`), `first_s` (seconds to the first output), `seconds`.",
-    "doctor": "An object: `ok`, `findings` (a list of `subject`, `state`: `ok`, `missing` or `bad`, `detail`, `advice`).",
+    "models": (
+        "A list of objects: `key`, `family`, `summary`, `plugin`, `plugin_version`, `weights` (a list of "
+        "`source`, `id`, `revision`), `weights_present`, `weights_folder` (or null), `size` (bytes, or null),"
+        " `licence` (`name`, `url`, `commercial`, `gated`, `permissive`), `abilities`, `inputs`, `outputs`."
+    ),
+    "plugins": (
+        "A list of objects: `name`, `version`, `state` (`loaded`, `broken`, `blocked`), `reason`, `remedy`, "
+        "`hooks`, `source`; with `--traceback` also `traceback`."
+    ),
+    "graph": (
+        "An object: `key`, `nodes` (`name`, `ranks`, `max_rows`, `entries`), `partitions` (`name`, `walks`), "
+        "`walks` (name → tree whose parts have `kind` `call`, `seq`, `par` or `loop`), `streams`, `inputs`, "
+        "`sessions`, `resources`."
+    ),
+    "check": (
+        "An object: `key`, `ok`, `faults` (a list of `file`, `key`, `message`), `weights_folder`, `device`, "
+        "`dtype`, `max_concurrent_requests`, `nodes` (`name`, `module`, `parameters`, `bytes`), `pools` "
+        "(`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
+    ),
+    "license": (
+        "`list` answers a list, `show` and `accept` one object: `key`, `terms`, `url`, `commercial`, `gated`,"
+        " `permissive`, `accepted` (`permissive`, `settings`, `record`, or null), `accepted_at`, "
+        "`accepted_version`."
+    ),
+    "download": ("An object: `key`, `folder` (null for a model without weights), `size` (bytes)."),
+    "run": (
+        "An object: `key`, `text`, `finish_reason`, `usage` (`input`, `output`), `files` (a list of `stream`,"
+        " `path`, `media_type`), `first_s` (seconds to the first output), `seconds`."
+    ),
+    "doctor": (
+        "An object: `ok`, `findings` (a list of `subject`, `state`: `ok`, `missing` or `bad`, `detail`, `advice`)."
+    ),
 }
 """What ``--json`` answers: fields may be added, none changes its meaning."""
 

@@ -70,7 +70,8 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def words_for(typed: Sequence[str], commands: Commands, context: Context) -> list[str]:
-    """What may stand where the last of *typed* (which may be empty) is being written; *typed* begins after ``mstar``."""
+    """What may stand where the last of *typed* (which may be empty) is being written; *typed* begins after
+    ``mstar``."""
     *before, last = typed or [""]
     if not before:
         return [name for name in ("--help", "--version", *commands.by_name) if name.startswith(last)]
