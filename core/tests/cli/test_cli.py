@@ -344,7 +344,19 @@ def test_terms_that_are_not_accepted_are_shown(mstar: Run, server: FakeServer) -
 # --- start-up ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["models"], ["plugins"], ["serve", "--help"], ["serve", "no-such-key"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["models", "--json"],
+        ["plugins"],
+        ["license", "list"],
+        ["completion", "words", "--", "serve", ""],
+        ["graph", "no-such-key"],
+        *([command, "--help"] for command in ("serve", "run", "check", "graph", "doctor", "download")),
+        ["serve", "no-such-key"],
+    ],
+)
 def test_these_commands_import_no_torch(words: list[str]) -> None:
     code = (
         "import os, sys; from mstar.cli.app import run\n"

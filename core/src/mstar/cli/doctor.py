@@ -113,7 +113,8 @@ def _attention(context: Context) -> Iterator[Finding]:
     device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
     need = AttentionNeed("kv", device, dtype, query_heads=32, kv_heads=8, head_dim=128, page_size=16)
     log = logging.getLogger("mstar.registry")
-    level, _ = log.level, log.setLevel(logging.ERROR)  # what cannot be imported is said here, as a finding
+    level = log.level
+    log.setLevel(logging.ERROR)  # what cannot be imported is said here, as a finding
     try:
         backends = context.registry.attention_backends()
     finally:
