@@ -30,10 +30,10 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
+    spec = context.registry.model(arguments.key)
     from mstar.cli.graph_facts import graph_facts
     from mstar.runtime.checking import check_model  # imports torch
 
-    spec = context.registry.model(arguments.key)
     checked = check_model(spec, context.settings, context.registry, config=arguments.config, weights=arguments.weights)
     if checked.graph is None or checked.deployment is None:
         fault("\n".join(str(found) for found in checked.faults))
