@@ -23,6 +23,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     settings = Settings.from_env(
         {
             "MSTAR_CACHE": str(tmp_path),
+            "MSTAR_CONFIG": str(tmp_path / "config"),
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
             "MSTAR_PLUGINS": "demo, qwen3",
             "MSTAR_BLOCK_PLUGINS": "tts",
             "MSTAR_EXTRA_PLUGINS": "my.module,,other",
@@ -37,6 +39,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     )
     assert settings == Settings(
         cache=tmp_path,
+        config=tmp_path / "config",
+        hub_cache=tmp_path / "hub",
         plugins=("demo", "qwen3"),
         block_plugins=("tts",),
         extra_plugins=("my.module", "other"),
@@ -56,6 +60,11 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
 
 def test_a_relative_cache_does_not_move_with_the_working_folder() -> None:
     assert Settings.from_env({"MSTAR_CACHE": "here"}).cache == Path.cwd() / "here"
+
+
+def test_the_hubs_cache_lies_where_its_library_has_it(tmp_path: Path) -> None:
+    assert Settings.from_env({"HF_HOME": str(tmp_path)}).hub_cache == tmp_path / "hub"
+    assert Settings.from_env({}).hub_cache == Path.home() / ".cache" / "huggingface" / "hub"
 
 
 def test_an_empty_allow_list_allows_nothing() -> None:

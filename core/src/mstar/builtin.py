@@ -57,7 +57,7 @@ def mstar_weight_sources() -> dict[str, str]:
 
 @hookimpl
 def mstar_cli(commands: Commands) -> None:
-    from mstar.cli import models, plugins, serve
+    from mstar.cli import check, completion, doctor, download, graph, licences, models, plugins, run, serve
 
-    for command in (serve, models, plugins):
+    for command in (serve, run, models, plugins, graph, check, licences, download, doctor, completion):
         command.register(commands)

@@ -208,6 +208,16 @@ class Registry:
                 log.warning("%s", error)
         return found
 
+    def unusable_attention_backends(self) -> dict[str, str]:
+        """Those that cannot be imported here, and why."""
+        table, found = self._tables["mstar_attention_backends"], {}
+        for name in table.offers:
+            try:
+                table.load(name)
+            except PluginError as error:
+                found[name] = str(error)
+        return found
+
     def runner(self, name: str) -> Any:
         """The :class:`mstar.engine.base.Runner` class of an engine."""
         return self._tables["mstar_engines"].load(name)

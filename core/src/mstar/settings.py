@@ -7,6 +7,7 @@ Nothing else in M* reads the environment. What belongs to one model stands in it
 variable                    meaning
 =========================== ========================================================================================
 ``MSTAR_CACHE``             Folder for weights. Default ``~/.cache/mstar``.
+``MSTAR_CONFIG``            Folder for what the operator decided (accepted licences). Default ``~/.config/mstar``.
 ``MSTAR_PLUGINS``           Use only these installed plugins (names, with commas); set but empty means none.
 ``MSTAR_BLOCK_PLUGINS``     Do not import these plugins.
 ``MSTAR_EXTRA_PLUGINS``     Modules to load as plugins beside the installed ones.
@@ -17,13 +18,15 @@ variable                    meaning
 ``HF_TOKEN``                Token for the Hugging Face Hub.
 ``HF_ENDPOINT``             Address of the Hub or of a mirror.
 ``HF_HUB_OFFLINE``          Use what is on this machine and never the network.
+``HF_HUB_CACHE``            Folder of the Hub's snapshots. Default ``$HF_HOME/hub``.
+``HF_HOME``                 Folder of the Hub's library. Default ``~/.cache/huggingface``.
 =========================== ========================================================================================
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +42,14 @@ def _default_cache() -> Path:
     return Path.home() / ".cache" / "mstar"
 
 
+def _default_config() -> Path:
+    return Path.home() / ".config" / "mstar"
+
+
+def _default_hub_cache() -> Path:
+    return Path.home() / ".cache" / "huggingface" / "hub"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """See the module's table. Secrets are kept out of ``repr``.
@@ -47,6 +58,8 @@ class Settings:
     """
 
     cache: Path = field(default_factory=_default_cache)
+    config: Path = field(default_factory=_default_config)
+    hub_cache: Path = field(default_factory=_default_hub_cache)
     plugins: tuple[str, ...] | None = None
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
@@ -66,7 +79,9 @@ class Settings:
         """
         env = os.environ if environ is None else environ
         return cls(
-            cache=_folder(env, "MSTAR_CACHE"),
+            cache=_folder(env, "MSTAR_CACHE", _default_cache),
+            config=_folder(env, "MSTAR_CONFIG", _default_config),
+            hub_cache=_hub_cache(env),
             plugins=_names(env, "MSTAR_PLUGINS") if "MSTAR_PLUGINS" in env else None,
             block_plugins=_names(env, "MSTAR_BLOCK_PLUGINS"),
             extra_plugins=_modules(env, "MSTAR_EXTRA_PLUGINS"),
@@ -92,9 +107,9 @@ def _modules(env: Mapping[str, str], variable: str) -> tuple[str, ...]:
     return names
 
 
-def _folder(env: Mapping[str, str], variable: str) -> Path:
+def _folder(env: Mapping[str, str], variable: str, default: Callable[[], Path]) -> Path:
     if not (value := env.get(variable)):
-        return _default_cache()
+        return default()
     try:
         folder = Path(value).expanduser().absolute()
     except RuntimeError as error:
@@ -102,6 +117,15 @@ def _folder(env: Mapping[str, str], variable: str) -> Path:
     if folder.exists() and not folder.is_dir():
         raise SetupError(f"{variable}: {value!r} is not a folder")
     return folder
+
+
+def _hub_cache(env: Mapping[str, str]) -> Path:
+    """As the Hub's library finds it."""
+
+    def below_home() -> Path:
+        return _folder(env, "HF_HOME", lambda: _default_hub_cache().parent) / "hub"
+
+    return _folder(env, "HF_HUB_CACHE", below_home)
 
 
 def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...], default: str) -> str:

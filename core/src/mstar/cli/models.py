@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+from pathlib import Path
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
-from mstar.cli.output import note, table
+from mstar.cli.options import with_json
+from mstar.cli.output import bytes_in_words, note, print_json, table
 from mstar.registry import RegisteredModel
 
-__all__ = ["register"]
+__all__ = ["register", "weights_folder"]
 
 
 def register(commands: Commands) -> None:
@@ -19,28 +20,34 @@ def register(commands: Commands) -> None:
 
 
 def _arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs")
+    with_json(parser)
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
-    models = [context.registry.models[key] for key in sorted(context.registry.models)]
+    facts = [_facts(context.registry.models[key], context) for key in sorted(context.registry.models)]
     for broken in context.plugins.broken:
         note(str(broken))
     if arguments.json:
-        print(json.dumps([_facts(model) for model in models], indent=2))
-    elif models:
-        rows = [
-            (m.spec.key, _size(m.spec.size), m.spec.licence.name, ", ".join(m.spec.abilities), m.spec.summary)
-            for m in models
-        ]
-        print(table(("KEY", "SIZE", "LICENCE", "ABILITIES", "SUMMARY"), rows))
+        print_json(facts)
+    elif facts:
+        head = ("KEY", "FAMILY", "ABILITIES", "MODALITIES", "LICENCE", "SIZE", "PLUGIN", "WEIGHTS", "SUMMARY")
+        print(table(head, [_row(fact) for fact in facts]))
     else:
         note("no installed plugin provides a model; try `pip install mstar-demo`")
     return 0
 
 
-def _facts(model: RegisteredModel) -> dict[str, Any]:
+def weights_folder(key: str, context: Context) -> Path | None:
+    """Where the weights of model *key* are on this machine; nothing is fetched."""
+    from mstar.weights.sources import SourceContext, present_weights
+
+    sources = context.registry.weight_source
+    return present_weights(context.registry.model(key), None, sources, SourceContext.of(context.settings))
+
+
+def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
     spec = model.spec
+    folder = weights_folder(spec.key, context)
     return {
         "key": spec.key,
         "family": spec.family,
@@ -48,6 +55,8 @@ def _facts(model: RegisteredModel) -> dict[str, Any]:
         "plugin": model.plugin.name,
         "plugin_version": model.plugin.version,
         "weights": [{"source": w.source, "id": w.id, "revision": w.revision} for w in spec.weights],
+        "weights_present": folder is not None or not spec.weights,
+        "weights_folder": None if folder is None else str(folder),
         "size": spec.size,
         "licence": {
             "name": spec.licence.name,
@@ -62,12 +71,16 @@ def _facts(model: RegisteredModel) -> dict[str, Any]:
     }
 
 
-def _size(size: int | None) -> str:
-    if size is None:
-        return "?"
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+def _row(fact: dict[str, Any]) -> tuple[str, ...]:
+    weights = "none needed" if not fact["weights"] else "present" if fact["weights_present"] else "not yet"
+    return (
+        fact["key"],
+        fact["family"],
+        ",".join(fact["abilities"]),
+        f"{'+'.join(fact['inputs'])} → {'+'.join(fact['outputs'])}",
+        fact["licence"]["name"],
+        "?" if fact["size"] is None else bytes_in_words(fact["size"]),
+        f"{fact['plugin']} {fact['plugin_version']}",
+        weights,
+        fact["summary"],
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
-__all__ = ["fault", "note", "table"]
+__all__ = ["Tree", "bytes_in_words", "fault", "note", "print_json", "table"]
 
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -33,3 +35,39 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
     )
+
+
+def print_json(answer: Any) -> None:
+    """Write *answer* to stdout as JSON, for programs."""
+    print(json.dumps(answer, indent=2, ensure_ascii=False))
+
+
+def bytes_in_words(size: float) -> str:
+    """*size* in bytes as a person reads it: ``269 MB``, ``1.5 GB`` (powers of 1000)."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+
+
+@dataclass
+class Tree:
+    """An outline, drawn with lines. Nothing is cut or wrapped: a narrow terminal does that, a file must not."""
+
+    label: str
+    branches: list[Tree] = field(default_factory=list)
+
+    def add(self, label: str) -> Tree:
+        """A new branch."""
+        self.branches.append(Tree(label))
+        return self.branches[-1]
+
+    def lines(self) -> Iterator[str]:
+        yield self.label
+        for branch in self.branches:
+            last = branch is self.branches[-1]
+            first, *rest = branch.lines()
+            yield f"{'└' if last else '├'}── {first}"
+            yield from (f"{' ' if last else '│'}   {line}" for line in rest)

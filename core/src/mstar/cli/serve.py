@@ -7,11 +7,11 @@ here, and only here.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from mstar.cli.commands import Commands, Context, Parser, one_of
+from mstar.cli.commands import Commands, Context, Parser
+from mstar.cli.options import accepting, model_options, port, positive, with_key
+from mstar.licences import check_licence
 from mstar.registry import Registry, load_object
 from mstar.settings import Settings
 from mstar.spec.errors import SetupError
@@ -29,35 +29,23 @@ def register(commands: Commands) -> None:
 
 
 def _arguments(parser: Parser) -> None:
-    parser.add_argument("key", metavar="KEY", help="the model; `mstar models` lists them")
-    parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
-    )
+    with_key(parser)
+    model_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=_port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)"
-    )
-    parser.add_argument("--device", type=_device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
-    parser.add_argument(
-        "--dtype",
-        type=one_of("float32", "bfloat16", "float16"),
-        metavar="float32|bfloat16|float16",
-        help="default: bfloat16 on a GPU, float32 on the CPU",
+        "--port", type=port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)"
     )
     parser.add_argument("--executor", help="how workers are started: processes (default), inline, or a plugin's")
-    parser.add_argument("--max-concurrent", type=_positive, metavar="N", help="requests that run at once; others wait")
+    parser.add_argument("--max-concurrent", type=positive, metavar="N", help="requests that run at once; others wait")
     parser.add_argument(
         "--api-key", metavar="KEY", help="clients must send it (better: MSTAR_API_KEY, which `ps` does not show)"
     )
-    parser.add_argument("--accept-licence", action="store_true", help="accept the terms of the model's weights")
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> None:
-    settings, registry = context.settings, context.registry
+    settings, registry = accepting(arguments, context.settings), context.registry
     spec = _model(arguments, registry)
-    if arguments.accept_licence:
-        settings = replace(settings, accept_licences=(*settings.accept_licences, spec.key))
+    check_licence(spec, settings)  # before anything heavy is imported
     serve, make_options = _server()
     options = make_options(host=arguments.host, port=arguments.port, api_key=arguments.api_key or settings.api_key)
     serve({spec.key: _open(arguments, settings, registry)}, registry, options)
@@ -93,22 +81,3 @@ def _server() -> tuple[Any, Any]:
         if (error.name or "").partition(".")[0] != SERVER.partition(".")[0]:
             raise  # the server is there, something that it needs is not: that is not this sentence
         raise SetupError("the HTTP server is not installed; run `pip install mstar-server`") from None
-
-
-def _port(value: str) -> int:
-    if not value.isdecimal() or int(value) > 65535:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a port (0 to 65535)")
-    return int(value)
-
-
-def _positive(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 1")
-    return int(value)
-
-
-def _device(value: str) -> str:
-    name, colon, index = value.partition(":")
-    if value in ("cpu", "cuda") or (name == "cuda" and colon and index.isdecimal()):
-        return value
-    raise argparse.ArgumentTypeError(f"{value!r} is not a device: cpu, cuda or cuda:N")

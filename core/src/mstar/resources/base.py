@@ -127,6 +127,10 @@ class Resource(abc.ABC):
     @abc.abstractmethod
     def usage(self) -> Usage: ...
 
+    def device_bytes(self) -> int:
+        """Bytes that the pool takes on its device for as long as it lives; what grows with use is not counted."""
+        return 0
+
     @abc.abstractmethod
     def check(self, owners: Sequence[Owner]) -> None:
         """Raise :class:`IntegrityError` unless exactly *owners* are open and every unit is accounted for."""

@@ -142,6 +142,9 @@ class CrossKV(SlotResource):
         for row in rows:
             self._staged.pop(row.owner, None)
 
+    def device_bytes(self) -> int:
+        return self.memory.data.nbytes
+
     def check(self, owners: Sequence[Owner]) -> None:
         super().check(owners)
         if not set(self._lengths) | set(self._staged) <= set(owners):

@@ -180,6 +180,9 @@ class PagedKV(Resource):
         self._tables[self._lines[owner], first : len(table)] = table[first:]
 
     # --- books ------------------------------------------------------------------------------------------------------
+    def device_bytes(self) -> int:
+        return self.memory.data.nbytes
+
     def usage(self) -> Usage:
         return self.pool.usage()
 

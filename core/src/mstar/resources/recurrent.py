@@ -109,6 +109,9 @@ class RecurrentStateResource(SlotResource):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         self._pending = None
 
+    def device_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self._pools.values())
+
 
 def _dtype(resource: str, name: str, context: ResourceContext) -> torch.dtype:
     dtype = context.dtype if name == "model" else getattr(torch, name, None)

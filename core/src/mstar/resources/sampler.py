@@ -242,6 +242,9 @@ class SamplerResource(SlotResource):
         return threshold
 
     # --- books --------------------------------------------------------------------------------------------------------
+    def device_bytes(self) -> int:
+        return self._table.floats.nbytes + self._table.top_k.nbytes
+
     def check(self, owners: Sequence[Owner]) -> None:
         super().check(owners)
         held = sum(state.history is not None for state in self._states.values())

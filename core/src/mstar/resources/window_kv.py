@@ -105,6 +105,9 @@ class WindowKV(SlotResource):
             for row in rows:
                 self._lengths[row.owner] += row.length
 
+    def device_bytes(self) -> int:
+        return self.memory.data.nbytes
+
     def check(self, owners: Sequence[Owner]) -> None:
         super().check(owners)
         if not set(self._lengths) <= set(owners):

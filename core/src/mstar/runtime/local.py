@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Local", "load"]
+__all__ = ["Local", "Stream", "load"]
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Task)
@@ -78,6 +78,31 @@ def load(
     registry = registry or Registry(load_plugins(settings))
     flags = {"weights": weights, "device": device, "dtype": dtype, "executor": executor, **deployment}
     return Local(open_service(key, settings, flags, registry, config=config))
+
+
+class Stream:
+    """One request's deltas, as they come. Leaving it early, by :meth:`close` or the end of a ``with``, cancels the
+    request."""
+
+    def __init__(self, model: Local, answer: Answer):
+        self._model, self._answer = model, answer
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._model._read(self._answer)
+
+    def result(self, deltas: Sequence[Delta]) -> Result:
+        """The whole of *deltas*, which are all that came; only after the end."""
+        return Result.of(deltas, self._answer)
+
+    def close(self) -> None:
+        if not self._model._closed:
+            self._model._run(self._answer.aclose())
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Local:
@@ -193,6 +218,10 @@ class Local:
 
     def _generate_task(self, text: str, parts: Sequence[Part], knobs: dict[str, Any]) -> GenerateTask:
         return self._task(GenerateTask, {"text": text, "parts": tuple(parts)}, knobs)
+
+    def start(self, task: Task) -> Stream:
+        """Run any *task*, whose knobs have been validated; its deltas come from what is returned."""
+        return Stream(self, self._run(self._service.generate(task)))
 
     # --- between the caller's thread and the loop's ------------------------------------------------------------------
 

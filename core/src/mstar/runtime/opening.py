@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mstar.cluster.base import WorkerConfig
+from mstar.licences import check_licence
 from mstar.requirements import require_plugins
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "check_licence", "default_deployment", "find_model", "prepare_config", "read_deployment"]
+__all__ = ["Say", "file_deployment", "find_model", "packaged_deployment", "prepare_config", "read_deployment"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -44,18 +45,11 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = merge_deployment(spec.key, default_deployment(spec), _from_file(spec, config), dict(overrides))
+    deployment = merge_deployment(spec.key, packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
-        context = SourceContext(
-            cache=settings.cache,
-            offline=settings.offline,
-            endpoint=settings.hub_endpoint,
-            token=settings.hub_token,
-            say=say or _say,
-            progress=progress,
-        )
+        context = SourceContext.of(settings, say=say or _say, progress=progress)
         weights = resolve_weights(spec, deployment.weights, registry.weight_source, context)
     return WorkerConfig(
         key=spec.key,
@@ -82,18 +76,6 @@ def find_model(key: str, registry: Registry, config: str | Path | None = None) -
         raise
 
 
-def check_licence(spec: ModelSpec, settings: Settings) -> None:
-    """Nothing is fetched or served under terms that are not permissive until the operator has accepted them."""
-    if spec.licence.permissive or spec.key in settings.accept_licences:
-        return
-    use = "" if spec.licence.commercial else ", which do not allow commercial use"
-    terms = f"{spec.licence.name} ({spec.licence.url or 'no link'}){use}"
-    raise SetupError(
-        f"the weights of {spec.key!r} come under the terms of {terms}. If you accept them, serve with --accept-licence "
-        f"or set MSTAR_ACCEPT_LICENCES={spec.key}"
-    )
-
-
 def read_deployment(text: str, where: str) -> dict[str, Any]:
     """One layer of a deployment from YAML *text*. *where* names it in errors. Keys are checked when it is merged."""
     try:
@@ -107,7 +89,7 @@ def read_deployment(text: str, where: str) -> dict[str, Any]:
     return layer
 
 
-def default_deployment(spec: ModelSpec) -> dict[str, Any]:
+def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
     """The deployment that ships with *spec*'s package, as one layer for a merge.
 
     :raises SetupError: its file cannot be read, or is not a mapping.
@@ -122,7 +104,8 @@ def default_deployment(spec: ModelSpec) -> dict[str, Any]:
     return read_deployment(text, spec.deployment)
 
 
-def _from_file(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
+def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
+    """The layer in file *config*, which must be for *spec*; nothing without a file."""
     if config is None:
         return {}
     layer = _layer(config)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from mstar.spec.errors import SetupError, nearest
+from mstar.spec.errors import DeploymentError, nearest
 
 __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
 
@@ -74,14 +74,17 @@ class Deployment(_Section):
 
 
 def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
-    """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment."""
+    """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment.
+
+    :raises DeploymentError: with every fault.
+    """
     merged: dict[str, Any] = {"model": model}
     for layer in layers:
         _merge(merged, layer or {})
     try:
         return Deployment.model_validate(merged)
     except ValidationError as error:
-        raise SetupError("deployment: " + "; ".join(_fault(e) for e in error.errors(include_url=False))) from None
+        raise DeploymentError(_fault(e) for e in error.errors(include_url=False)) from None
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -93,9 +96,9 @@ def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _fault(error: Any) -> str:
+def _fault(error: Any) -> tuple[str, str]:
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] != "extra_forbidden":
-        return f"{path}: {error['msg']} (got {error['input']!r})"
+        return path, f"{error['msg']} (got {error['input']!r})"
     section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
-    return f"{path}: unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"
+    return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "DeploymentError",
     "GraphError",
     "MstarError",
     "NotReady",
@@ -37,6 +38,14 @@ class GraphError(SetupError):
     def __init__(self, model: str, faults: Iterable[str]):
         self.faults = tuple(faults)
         super().__init__(f"the graph of {model!r} has {len(self.faults)} fault(s):\n  " + "\n  ".join(self.faults))
+
+
+class DeploymentError(SetupError):
+    """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it)."""
+
+    def __init__(self, faults: Iterable[tuple[str, str]]):
+        self.faults = tuple(faults)
+        super().__init__("deployment: " + "; ".join(f"{key}: {fault}" for key, fault in self.faults))
 
 
 class WeightsError(SetupError):

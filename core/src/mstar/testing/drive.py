@@ -11,7 +11,7 @@ import numpy as np
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
-from mstar.runtime.opening import default_deployment
+from mstar.runtime.opening import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.graph import CLIENT
@@ -56,7 +56,7 @@ class Driver:
     ):
         self.registry = registry or miniature_registry()
         self.spec = spec = self.registry.model(model if isinstance(model, str) else model.key)
-        deployment = merge_deployment(spec.key, default_deployment(spec), overrides)
+        deployment = merge_deployment(spec.key, packaged_deployment(spec), overrides)
         folder = None if weights is None else str(weights)
         self.worker = Worker(WorkerConfig(key=spec.key, weights=folder, deployment=deployment), self.registry)
         context = ProcessorContext(spec, weights, deployment.model_kwargs)

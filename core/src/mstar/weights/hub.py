@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mstar.spec.errors import WeightsError
@@ -25,10 +26,50 @@ class HubSource(WeightSource):
         unknown = ref.options.keys() - {"allow", "ignore"}
         if unknown:
             raise WeightsError(f"hub {ref.id}: unknown options in the model's spec: {', '.join(sorted(unknown))}")
+        if context.gated and not context.offline and self.present(ref, context) is None:
+            _check_token(ref, context)
         context.say(f"Looking for {ref.id} in the Hub's cache" + ("." if context.offline else " and on the Hub."))
         folder = _snapshot(ref, context)
         check_checkpoint(folder)
         return folder
+
+    def present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
+        """Reads the layout of the Hub's cache, which is documented, without importing the library."""
+        if context.hub_cache is None:
+            return None
+        repository = context.hub_cache / f"models--{ref.id.replace('/', '--')}"
+        pointer = repository / "refs" / (ref.revision or "main")
+        commit = pointer.read_text(encoding="ascii").strip() if pointer.is_file() else ref.revision
+        folder = repository / "snapshots" / (commit or "main")
+        return folder if folder.is_dir() and _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has its weights: those that its index names, or any when there is no index."""
+    try:
+        for index in folder.glob("*.safetensors.index.json"):
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if not all((folder / shard).is_file() for shard in shards):
+                return False
+        check_checkpoint(folder)
+    except (WeightsError, OSError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _check_token(ref: WeightsRef, context: SourceContext) -> None:
+    """Weights behind a gate are not even asked for without a token."""
+    from huggingface_hub import get_token
+
+    if context.token is None and get_token() is None:
+        raise WeightsError(
+            f"{ref.id} is gated and there is no token: accept its terms on {_page(ref, context)}, then give a token "
+            "of that account (HF_TOKEN, or 'hf auth login')"
+        )
+
+
+def _page(ref: WeightsRef, context: SourceContext) -> str:
+    return f"{context.endpoint or 'https://huggingface.co'}/{ref.id}"
 
 
 def _snapshot(ref: WeightsRef, context: SourceContext) -> Path:
@@ -50,7 +91,7 @@ def _snapshot(ref: WeightsRef, context: SourceContext) -> Path:
         )
     except errors.GatedRepoError as error:
         raise WeightsError(
-            f"{ref.id} is gated: accept its terms on https://huggingface.co/{ref.id}, then give a token of that "
+            f"{ref.id} is gated: accept its terms on {_page(ref, context)}, then give a token of that "
             "account (HF_TOKEN, or 'hf auth login')"
         ) from error
     except errors.RepositoryNotFoundError as error:

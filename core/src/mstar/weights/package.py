@@ -89,8 +89,11 @@ class PackageSource(WeightSource):
 
     def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
         options = _options(ref)
-        target = context.cache.absolute() / "package" / _entry_name(ref, options)
-        return build_once(target, partial(_build, ref, options, context), context.say)
+        return build_once(_entry(ref, options, context), partial(_build, ref, options, context), context.say)
+
+    def present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
+        entry = _entry(ref, _options(ref), context)
+        return entry if entry.is_dir() else None
 
 
 def _options(ref: WeightsRef) -> PackageOptions:
@@ -102,10 +105,11 @@ def _options(ref: WeightsRef) -> PackageOptions:
         raise WeightsError(f"package {ref.id}: wrong options in the model's spec: {error}") from None
 
 
-def _entry_name(ref: WeightsRef, options: PackageOptions) -> str:
+def _entry(ref: WeightsRef, options: PackageOptions, context: SourceContext) -> Path:
+    """The folder of the cache that holds the result, and appears there whole."""
     facts = options.model_dump(mode="json", exclude={"licence", "size"})
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return f"{ref.id.replace('/', '+')}-{ref.revision}-{digest[:12]}"
+    return context.cache.absolute() / "package" / f"{ref.id.replace('/', '+')}-{ref.revision}-{digest[:12]}"
 
 
 def _build(ref: WeightsRef, options: PackageOptions, context: SourceContext, work: Path) -> Path:

@@ -41,4 +41,5 @@ def progress_bar(file: TextIO | None = None) -> Iterator[Progress]:
     try:
         yield show
     finally:
-        display.stop()
+        if console.is_terminal:  # elsewhere it never began, and stopping it would print an empty line
+            display.stop()

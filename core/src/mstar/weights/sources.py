@@ -12,9 +12,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
+
+if TYPE_CHECKING:
+    from mstar.settings import Settings
 
 __all__ = [
     "PathSource",
@@ -23,6 +27,7 @@ __all__ = [
     "WeightSource",
     "check_checkpoint",
     "parse_override",
+    "present_weights",
     "resolve_weights",
 ]
 
@@ -48,6 +53,7 @@ class SourceContext:
     :param token: access token for the Hub; ``None`` for the one that the library finds.
     :param hub_cache: folder of Hub snapshots; ``None`` for the library's own default, shared with other programs.
     :param licence: terms of the weights, for messages; filled in by :func:`resolve_weights`.
+    :param gated: the place wants a token of an account that accepted the terms; filled in likewise.
     :param say: takes a sentence for the operator. :param progress: see :data:`Progress`.
     """
 
@@ -57,8 +63,24 @@ class SourceContext:
     token: str | None = None
     hub_cache: Path | None = None
     licence: Licence | None = None
+    gated: bool = False
     say: Callable[[str], None] = _say_nothing
     progress: Progress = _show_nothing
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, say: Callable[[str], None] = _say_nothing, progress: Progress = _show_nothing
+    ) -> SourceContext:
+        """The context that *settings* describe."""
+        return cls(
+            cache=settings.cache,
+            offline=settings.offline,
+            endpoint=settings.hub_endpoint,
+            token=settings.hub_token,
+            hub_cache=settings.hub_cache,
+            say=say,
+            progress=progress,
+        )
 
 
 class WeightSource(abc.ABC):
@@ -70,6 +92,13 @@ class WeightSource(abc.ABC):
 
         :raises WeightsError: when this source cannot give it; the message says why and what would help.
         """
+
+    def present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
+        """The folder that :meth:`resolve` would return without fetching or converting anything, ``None`` when there is
+        none yet. Quick and without imports that take time: listings ask it of every model. The default knows nothing.
+        """
+        del ref, context
+        return None
 
 
 class PathSource(WeightSource):
@@ -83,6 +112,12 @@ class PathSource(WeightSource):
             raise WeightsError(f"{ref.id!r} is a file; name the folder that holds the checkpoint")
         check_checkpoint(folder)
         return folder.resolve()
+
+    def present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
+        try:
+            return self.resolve(ref, context)
+        except WeightsError:
+            return None
 
 
 _WEIGHT_FILES = ("*.safetensors", "*.pt", "*.pth", "*.nemo", "*.bin", "*.ckpt")
@@ -134,7 +169,8 @@ def resolve_weights(
     :param sources: from a source's name to its class (``Registry.weight_source``).
     :raises WeightsError: when nothing worked; it lists what was tried, why each failed, and what to do.
     """
-    context = replace(context, licence=spec.licence)
+    # Another copy of gated weights, which the operator names, may be open.
+    context = replace(context, licence=spec.licence, gated=spec.licence.gated and override is None)
     refs = (parse_override(override),) if override is not None else spec.weights
     if not refs:
         return None
@@ -152,6 +188,24 @@ def resolve_weights(
         + "\nIf you have the files, point at their folder with --weights DIR; for another copy on the Hub: "
         + "--weights OWNER/NAME[@REVISION]."
     )
+
+
+def present_weights(
+    spec: ModelSpec,
+    override: str | None,
+    sources: Callable[[str], type[WeightSource]],
+    context: SourceContext,
+) -> Path | None:
+    """The folder with *spec*'s weights if one of its places has them on this machine. Arguments as for
+    :func:`resolve_weights`; fetches nothing. A source that cannot be asked counts as having none."""
+    for ref in (parse_override(override),) if override is not None else spec.weights:
+        try:
+            folder = sources(ref.source)().present(ref, context)
+        except SetupError:
+            continue  # its plugin is missing or broken; another place may have them
+        if folder is not None:
+            return folder
+    return None
 
 
 def _spell(ref: WeightsRef) -> str:

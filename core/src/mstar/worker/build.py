@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -22,10 +22,24 @@ from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import SetupError, nearest
+from mstar.spec.errors import DeploymentError, SetupError, nearest
+from mstar.spec.graph import NodeSpec
+from mstar.spec.model import ModelSpec
 from mstar.spec.resources import ResourceSpec
 
-__all__ = ["Built", "build", "pick_device", "pick_dtype"]
+__all__ = [
+    "Built",
+    "Faults",
+    "build",
+    "declared_resources",
+    "make_model",
+    "make_resource",
+    "node_faults",
+    "pick_device",
+    "pick_dtype",
+    "placement_faults",
+    "resource_contexts",
+]
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +61,28 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
-    spec = registry.model(config.key)
     weights = None if config.weights is None else Path(config.weights)
-    model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
-    graph, declared = model.graph(), _declared(model, deployment)
+    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
+    graph = model.graph()
+    declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    _check_placement(deployment, [n.name for n in graph.nodes])
+    if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
+        raise DeploymentError(faults)
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
-    resources = _make_resources(declared, plan, deployment, registry, device, dtype)
+    contexts = resource_contexts(declared, plan, deployment, registry, device, dtype)
+    resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
     return Built(model, plan, resources, nodes, device, dtype)
+
+
+def make_model(
+    spec: ModelSpec, weights: Path | None, deployment: Deployment, device: torch.device, dtype: torch.dtype
+) -> Model:
+    """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
+    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
+    return model
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -83,70 +107,77 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _declared(model: Model, deployment: Deployment) -> dict[str, ResourceSpec]:
-    """The model's resources with the deployment's overrides applied."""
-    declared = dict(model.resources())
+Faults = list[tuple[str, str]]
+"""(key in the deployment, what is wrong with it)."""
+
+
+def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, ResourceSpec], Faults]:
+    """The model's resources with the deployment's overrides applied, and the faults of overrides left out."""
+    declared, faults = dict(model.resources()), Faults()
     for name, overrides in deployment.resources.items():
         if name not in declared:
-            raise SetupError(f"deployment: resources.{name}: unknown resource{nearest(name, declared)}")
-        declared[name] = _overridden(declared[name], overrides, f"deployment: resources.{name}")
-    return declared
+            faults.append((f"resources.{name}", f"unknown resource{nearest(name, declared)}"))
+            continue
+        known = {f.name: f for f in dataclasses.fields(declared[name])}
+        types = get_type_hints(type(declared[name]))
+        values = {}
+        for key, value in overrides.items():
+            if key not in known:
+                faults.append((f"resources.{name}.{key}", f"unknown key{nearest(key, known)}"))
+                continue
+            try:
+                values[key] = TypeAdapter(types[key]).validate_python(value)
+            except ValidationError as error:
+                faults.append((f"resources.{name}.{key}", f"{error.errors()[0]['msg']} (got {value!r})"))
+                continue
+            least = 1 if key == "page_size" else 0
+            if isinstance(values[key], int) and values[key] < least:
+                faults.append((f"resources.{name}.{key}", f"must be at least {least} (got {value!r})"))
+                del values[key]
+        declared[name] = dataclasses.replace(declared[name], **values)
+    attention = deployment.engine.attention
+    if attention is not None:
+        for name, spec in declared.items():
+            if getattr(spec, "backend", "") is None:
+                declared[name] = dataclasses.replace(spec, backend=attention)  # type: ignore[call-arg]
+    return declared, faults
 
 
-def _overridden(spec: ResourceSpec, overrides: Mapping[str, Any], where: str) -> ResourceSpec:
-    """*spec* with *overrides*, each checked against the type of its field."""
-    fields, types = {f.name for f in dataclasses.fields(spec)}, get_type_hints(type(spec))
-    values = {}
-    for key, value in overrides.items():
-        if key not in fields:
-            raise SetupError(f"{where}.{key}: unknown key{nearest(key, fields)}")
-        try:
-            values[key] = TypeAdapter(types[key]).validate_python(value)
-        except ValidationError as error:
-            raise SetupError(f"{where}.{key}: {error.errors()[0]['msg']} (got {value!r})") from None
-        least = 1 if key == "page_size" else 0
-        if isinstance(values[key], int) and values[key] < least:
-            raise SetupError(f"{where}.{key}: must be at least {least} (got {value!r})")
-    return dataclasses.replace(spec, **values)
-
-
-def _check_placement(deployment: Deployment, nodes: list[str]) -> None:
+def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple[str, str]]:
     for node, ranks in deployment.placement.items():
         if node not in nodes:
-            raise SetupError(f"deployment: placement.{node}: unknown node{nearest(node, nodes)}")
-        if any(rank != 0 for rank in ranks):
-            raise SetupError(f"deployment: placement.{node}: ranks {ranks}, but this worker has only rank 0")
+            yield f"placement.{node}", f"unknown node{nearest(node, nodes)}"
+        elif any(rank != 0 for rank in ranks):
+            yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
 
 
-def _make_resources(
+def resource_contexts(
     declared: Mapping[str, ResourceSpec],
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, Resource]:
+) -> dict[str, ResourceContext]:
+    """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
     free = _free_memory(device)
     # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
     # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
-    unsized = sum(getattr(spec, "tokens", 0) is None for spec in declared.values())
-    share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(unsized, 1)
-    made: dict[str, Resource] = {}
-    for name, spec in declared.items():
+    unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
+    share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(len(unsized), 1)
+    made: dict[str, ResourceContext] = {}
+    for name in declared:
         contexts = len(plan.contexts.get(name, ())) or 1
         owners = deployment.max_concurrent_requests * contexts
         if name in plan.graph.sessions:
             owners += deployment.max_sessions * contexts
-        if getattr(spec, "backend", "") is None and deployment.engine.attention is not None:
-            spec = dataclasses.replace(spec, backend=deployment.engine.attention)  # type: ignore[call-arg]
-        memory = share if getattr(spec, "tokens", 0) is None else free
-        context = ResourceContext(device, dtype, owners, memory, backends)
-        made[name] = _make_resource(registry, name, spec, context)
+        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends)
     return made
 
 
-def _make_resource(registry: Registry, name: str, spec: ResourceSpec, context: ResourceContext) -> Resource:
+def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:
+    """The pool of resource *name*. Raises :class:`SetupError` when it cannot be as asked for, with the numbers."""
     try:
         return registry.resource(spec.kind)(name, spec, context)
     except (MemoryError, RuntimeError) as error:
@@ -196,9 +227,17 @@ def _load_nodes(
             load(node, weight_map, weights, device, dtype, report)
             if device.type == "cpu":
                 prepare_cpu(node)
-        for entry in spec.entries:
-            method = getattr(type(node), entry.name, None)
-            if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
-                raise SetupError(f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}")
+        for fault in node_faults(spec, node):
+            raise SetupError(fault)
         nodes[spec.name] = node.eval().requires_grad_(False)
     return nodes
+
+
+def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:
+    """Entries of *spec* that its module does not have."""
+    for entry in spec.entries:
+        method = getattr(type(node), entry.name, None)
+        if not callable(method) or method is getattr(torch.nn.Module, entry.name, None):
+            methods = [name for name in vars(type(node)) if not name.startswith("_")]
+            known = nearest(entry.name, methods)
+            yield f"node {spec.name!r}: {type(node).__name__} has no method for entry {entry.name!r}{known}"

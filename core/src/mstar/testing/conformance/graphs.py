@@ -14,7 +14,7 @@ from mstar.graph.values import torch_dtype
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node, Packed, Sampled, Step
 from mstar.registry import load_object
-from mstar.runtime.opening import default_deployment
+from mstar.runtime.opening import packaged_deployment
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import GraphError, SetupError
@@ -30,7 +30,7 @@ class GraphChecks:
     def test_deployment(self, mstar_model: Subject) -> None:
         """The defaults that ship with the model are a valid deployment file."""
         try:
-            merge_deployment(mstar_model.spec.key, default_deployment(mstar_model.spec))
+            merge_deployment(mstar_model.spec.key, packaged_deployment(mstar_model.spec))
         except SetupError as error:
             fail(f"the default deployment of {mstar_model.spec.key!r} is not valid: {error}")
 
@@ -39,7 +39,7 @@ class GraphChecks:
         mstar_model.require_checkpoint()
         spec = mstar_model.spec
         try:
-            kwargs = merge_deployment(spec.key, default_deployment(spec)).model_kwargs
+            kwargs = merge_deployment(spec.key, packaged_deployment(spec)).model_kwargs
         except SetupError:
             pytest.skip("the default deployment is not valid: see test_deployment")
         context = BuildContext(mstar_model.weights, torch.float32, torch.device("cpu"), kwargs)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mstar.cluster.base import WorkerConfig
-from mstar.runtime.opening import default_deployment
+from mstar.runtime.opening import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
@@ -119,7 +119,7 @@ def _serving(subject: Subject) -> Iterator[_Server]:
         pytest.skip(f"starlette's test client cannot be used: {error}")
     subject.driver()  # skips what does not load
     key = subject.spec.key
-    deployment = merge_deployment(key, default_deployment(subject.spec), subject.overrides, {"executor": "inline"})
+    deployment = merge_deployment(key, packaged_deployment(subject.spec), subject.overrides, {"executor": "inline"})
     weights = None if subject.weights is None else str(subject.weights)
     service = Service(subject.spec, WorkerConfig(key=key, weights=weights, deployment=deployment), subject.registry)
     app = pkgutil.resolve_name("mstar_server.app:create_app")({key: service}, subject.registry)

@@ -20,7 +20,7 @@ from mstar.nn.model import BuildContext, Model
 from mstar.plugins import GROUP, Plugin, load_plugins
 from mstar.registry import Registry, load_object
 from mstar.resources.base import IntegrityError
-from mstar.runtime.opening import default_deployment
+from mstar.runtime.opening import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import PluginError, nearest
@@ -111,7 +111,7 @@ class Subject:
     @cached_property
     def overrides(self) -> dict[str, Any]:
         """The deployment of the tests: this CPU, one thread, and pools of a bounded size."""
-        deployment = merge_deployment(self.spec.key, default_deployment(self.spec))
+        deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec))
         context = BuildContext(self.weights, torch.float32, torch.device("cpu"), deployment.model_kwargs)
         model: Model = load_object(self.spec.model)(context)
         unsized = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,56 +13,11 @@ from typing import Any
 import pytest
 
 from mstar.cli import serve
-from mstar.cli.app import run
 from mstar.cli.commands import Commands, Parser, one_of
 from mstar.cli.output import table
 from mstar.spec.errors import SetupError
 
-PLUGIN = """
-import mstar
-from mstar.spec.knobs import SamplingKnobs
-from mstar.spec.model import Licence, ModelSpec, WeightsRef
-
-def spec(key, licence, size):
-    return ModelSpec(
-        key=key, family="toy", summary=f"The model {key}.", weights=(WeightsRef("hub", "toys/" + key, "v1"),),
-        licence=licence, model="toys:Model", processor="toys:Processor", knobs=SamplingKnobs, abilities=("chat",),
-        size=size,
-    )
-
-@mstar.hookimpl
-def mstar_models():
-    return [
-        spec("toy-chat", Licence("Apache-2.0"), 269_000_000),
-        spec("toy-closed", Licence("Toy-NC", "https://toys.example/terms", commercial=False, permissive=False), None),
-    ]
-
-@mstar.hookimpl
-def mstar_cli(commands):
-    commands.add("greet", lambda arguments, context: print(f"hello {arguments.name}"), help="Say hello.",
-        arguments=lambda parser: parser.add_argument("name"))
-"""
-
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def mstar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Runs a command line in this process with the toy plugin alone; gives exit status, stdout and stderr."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "cli_toys.py").write_text(PLUGIN)
-
-    def call(*words: str, extra: str = "", code: str = "", **environ: str) -> tuple[int, str, str]:
-        if code:
-            (tmp_path / f"{extra}.py").write_text(code)
-        modules = ",".join(filter(None, ["cli_toys", extra]))
-        status = run(words, {"MSTAR_PLUGINS": "", "MSTAR_EXTRA_PLUGINS": modules, **environ})
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    yield call
-    for name in [name for name in sys.modules if name.startswith("cli_toys")]:
-        del sys.modules[name]
 
 
 # --- the front page ----------------------------------------------------------------------------------------------
@@ -175,16 +130,43 @@ def test_table() -> None:
 def test_models(mstar: Run) -> None:
     status, out, err = mstar("models")
     assert (status, err) == (0, "")
-    head, chat, closed = out.splitlines()
-    assert head.split() == ["KEY", "SIZE", "LICENCE", "ABILITIES", "SUMMARY"]
-    assert chat.split() == ["toy-chat", "269", "MB", "Apache-2.0", "chat", "The", "model", "toy-chat."]
+    head, chat, closed, _ = out.splitlines()
+    columns = "KEY FAMILY ABILITIES MODALITIES LICENCE SIZE PLUGIN WEIGHTS SUMMARY"
+    assert head.split() == columns.split()
+    expected = "toy-chat toy chat text → text Apache-2.0 269 MB cli_toys extra module not yet The model toy-chat."
+    assert chat.split() == expected.split()
     assert chat.index("Apache") == head.index("LICENCE")
-    assert closed.startswith("toy-closed  ?")
+    assert closed[head.index("SIZE")] == "?"
+
+
+def snapshot(hub: Path, *files: str) -> Path:
+    """The Hub's cache after a download of toy-chat's weights."""
+    folder = hub / "models--toys--toy-chat" / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    refs = hub / "models--toys--toy-chat" / "refs"
+    refs.mkdir()
+    (refs / "v1").write_text("c0ffee")
+    for name in files:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_models_finds_weights_in_the_hubs_cache(mstar: Run, tmp_path: Path) -> None:
+    folder = snapshot(tmp_path / "hub", "config.json")
+    assert not json.loads(mstar("models", "--json")[1])[0]["weights_present"], "a snapshot without its weights"
+    (folder / "model-00001-of-00002.safetensors").touch()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert not json.loads(mstar("models", "--json")[1])[0]["weights_present"], "a download that broke off"
+    (folder / "model-00002-of-00002.safetensors").touch()
+    chat, closed, _ = json.loads(mstar("models", "--json")[1])
+    assert (chat["weights_present"], chat["weights_folder"]) == (True, str(folder))
+    assert (closed["weights_present"], closed["weights_folder"]) == (False, None)
 
 
 def test_models_for_programs(mstar: Run) -> None:
     status, out, _ = mstar("models", "--json")
-    chat, closed = json.loads(out)
+    chat, closed, _ = json.loads(out)
     assert status == 0
     assert chat["weights"] == [{"source": "hub", "id": "toys/toy-chat", "revision": "v1"}]
     assert (chat["plugin"], chat["size"], chat["abilities"]) == ("cli_toys", 269_000_000, ["chat"])
@@ -215,13 +197,37 @@ def test_models_reports_a_broken_plugin_beside_the_list(mstar: Run) -> None:
 
 def test_plugins(mstar: Run) -> None:
     status, out, _ = mstar("plugins", extra="cli_toys_broken", code=BROKEN)
-    lines = {line.split()[0]: line for line in out.splitlines()}
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert status == 0
     assert "loaded" in lines["core"]
     assert "mstar_executors" in lines["core"]
     assert "mstar_cli, mstar_models" in lines["cli_toys"]
     assert "broken" in lines["cli_toys_broken"]
     assert "mstar_models must return" in lines["cli_toys_broken"]
+    assert "cli_toys_broken: upgrade it, or tell its author" in out
+    assert "MSTAR_BLOCK_PLUGINS=cli_toys_broken leaves it out" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("import a_library_that_is_missing.part", "`pip install a_library_that_is_missing`"),
+        ("from json import a_name_of_the_future", "reinstall or upgrade it"),
+    ],
+)
+def test_plugins_says_what_to_do(mstar: Run, code: str, remedy: str) -> None:
+    _, out, _ = mstar("plugins", "--json", extra="cli_toys_lacks", code=code)
+    fact = next(fact for fact in json.loads(out) if fact["name"] == "cli_toys_lacks")
+    assert remedy in fact["remedy"]
+    assert "traceback" not in fact
+    facts = json.loads(mstar("plugins", "--json", "--traceback", extra="cli_toys_lacks")[1])
+    assert code in next(fact["traceback"] for fact in facts if fact["name"] == "cli_toys_lacks")
+
+
+def test_plugins_that_are_asked_for_and_not_installed(mstar: Run) -> None:
+    _, out, _ = mstar("plugins", "--json", MSTAR_PLUGINS="no-such-plugin")
+    fact = next(fact for fact in json.loads(out) if fact["name"] == "no-such-plugin")
+    assert fact["remedy"] == "install it, or take its name out of MSTAR_PLUGINS"
 
 
 def test_plugins_for_programs(mstar: Run) -> None:
@@ -338,7 +344,19 @@ def test_terms_that_are_not_accepted_are_shown(mstar: Run, server: FakeServer) -
 # --- start-up ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["models"], ["plugins"], ["serve", "--help"], ["serve", "no-such-key"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["models", "--json"],
+        ["plugins"],
+        ["license", "list"],
+        ["completion", "words", "--", "serve", ""],
+        ["graph", "no-such-key"],
+        *([command, "--help"] for command in ("serve", "run", "check", "graph", "doctor", "download")),
+        ["serve", "no-such-key"],
+    ],
+)
 def test_these_commands_import_no_torch(words: list[str]) -> None:
     code = (
         "import os, sys; from mstar.cli.app import run\n"

@@ -1,0 +1,91 @@
+"""``mstar check KEY|FILE``: every fault of a deployment at once, without weights or a device."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mstar.cli.commands import Commands, Context, Parser
+from mstar.cli.options import with_json
+from mstar.cli.output import bytes_in_words, fault, print_json, table
+from mstar.spec.errors import SetupError
+
+if TYPE_CHECKING:
+    from mstar.runtime.checking import Checked
+
+__all__ = ["register"]
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    text = "Check a model and its deployment, without weights or a device."
+    commands.add("check", _run, help=text, arguments=_arguments)
+
+
+def _arguments(parser: Parser) -> None:
+    parser.add_argument("target", metavar="KEY|FILE", help="a model, or a deployment file that names one")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML) to check KEY with")
+    parser.add_argument(
+        "--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the model's configuration is; nothing is fetched"
+    )
+    with_json(parser)
+
+
+def _run(arguments: argparse.Namespace, context: Context) -> int:
+    from mstar.runtime.checking import check_model, find_target  # imports torch
+
+    spec, file = find_target(arguments.target, context.registry)
+    if file is not None and arguments.config is not None:
+        raise SetupError("mstar check: give a deployment file once, as FILE or with --config")
+    checked = check_model(
+        spec, context.settings, context.registry, config=file or arguments.config, weights=arguments.weights
+    )
+    if arguments.json:
+        print_json(_facts(checked))
+    else:
+        _print(checked)
+    return 1 if checked.faults else 0
+
+
+def _facts(checked: Checked) -> dict[str, Any]:
+    deployment = checked.deployment
+    return {
+        "key": checked.spec.key,
+        "ok": not checked.faults,
+        "faults": [asdict(found) for found in checked.faults],
+        "weights_folder": None if checked.weights is None else str(checked.weights),
+        "device": None if checked.device is None else str(checked.device),
+        "dtype": None if checked.dtype is None else str(checked.dtype).removeprefix("torch."),
+        "max_concurrent_requests": None if deployment is None else deployment.max_concurrent_requests,
+        "nodes": [asdict(node) for node in checked.nodes],
+        "pools": [asdict(pool) for pool in checked.pools],
+    }
+
+
+def _print(checked: Checked) -> None:
+    facts = _facts(checked)
+    print(f"{facts['key']} on {facts['device']} in {facts['dtype']}")
+    if checked.nodes:
+        rows = [(n.name, n.module, f"{n.parameters:,}", bytes_in_words(n.bytes)) for n in checked.nodes]
+        print("\n" + table(("NODE", "MODULE", "PARAMETERS", "SIZE"), rows))
+    if checked.pools:
+        lines = [(p.name, p.kind, str(p.units), bytes_in_words(p.bytes), str(p.owners)) for p in checked.pools]
+        print("\n" + table(("POOL", "KIND", "UNITS", "SIZE", "CONTEXTS"), lines))
+    _print_limits(checked)
+    if checked.faults:
+        fault(f"\n{len(checked.faults)} fault(s):\n" + "\n".join(f"  {found}" for found in checked.faults))
+    else:
+        total = sum(node.bytes for node in checked.nodes) + sum(pool.bytes for pool in checked.pools)
+        print(f"\nok: weights and pools take {bytes_in_words(total)}")
+
+
+def _print_limits(checked: Checked) -> None:
+    if checked.deployment is None:
+        return
+    most = checked.deployment.max_concurrent_requests
+    print(f"\nup to {most} request(s) at once")
+    for pool in checked.pools:
+        if pool.full_requests is not None and pool.full_requests < most:
+            print(f"  {pool.name} holds {pool.full_requests} of the greatest length; with longer ones, others wait")

@@ -1,0 +1,213 @@
+"""``mstar doctor``: what of this machine works, what is missing, and what to type."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mstar.cli.commands import Commands, Context, Parser
+from mstar.cli.options import with_json
+from mstar.cli.output import bytes_in_words, print_json
+from mstar.cli.plugins import remedy
+
+__all__ = ["register"]
+
+_PORT = 8000
+_LITTLE_DISK = 5_000_000_000
+_CODECS = {"PIL": ("pillow", "images"), "soundfile": ("soundfile", "audio files"), "av": ("av", "video")}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. *state*: ``ok``; ``missing``: something optional or worth knowing; ``bad``: M* cannot work so.
+    *advice*: what to type, or empty."""
+
+    subject: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def register(commands: Commands) -> None:
+    """Add the command."""
+    commands.add("doctor", _run, help="Say what works here, what is missing and what to type.", arguments=_arguments)
+
+
+def _arguments(parser: Parser) -> None:
+    parser.add_argument("--online", action="store_true", help="also ask whether the Hub can be reached")
+    with_json(parser)
+
+
+def _run(arguments: argparse.Namespace, context: Context) -> int:
+    checks: list[Callable[[Context], Iterator[Finding]]] = [
+        _python, _torch, _devices, _attention, _codecs, _server, _plugins, _disk, _memory, _port,
+    ]  # fmt: skip
+    if arguments.online:
+        checks.append(_hub)
+    findings = [finding for check in checks for finding in check(context)]
+    bad = any(finding.state == "bad" for finding in findings)
+    if arguments.json:
+        print_json({"ok": not bad, "findings": [asdict(finding) for finding in findings]})
+        return int(bad)
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.state:7}  {finding.subject:{width}}  {finding.detail}")
+        if finding.advice:
+            print(f"{'':7}  {'':{width}}  → {finding.advice}")
+    return int(bad)
+
+
+def _python(context: Context) -> Iterator[Finding]:
+    del context
+    yield Finding("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _torch(context: Context) -> Iterator[Finding]:
+    del context
+    try:
+        import torch
+    except Exception as error:  # a broken install raises what it likes
+        yield Finding("PyTorch", "bad", f"cannot be imported: {error}", "pip install 'torch>=2.9'")
+        return
+    yield Finding("PyTorch", "ok", f"{torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads")
+
+
+def _devices(context: Context) -> Iterator[Finding]:
+    del context
+    if "torch" not in sys.modules:
+        return  # said before
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = f"PyTorch is built for CUDA {built}, but no device answers" if built else "this PyTorch has no CUDA"
+        seen = shutil.which("nvidia-smi")
+        advice = "install a CUDA build of PyTorch (https://pytorch.org)" if seen and not built else ""
+        yield Finding("GPU", "missing", f"none: {why}; models run on the CPU", advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        detail = f"{name}, {bytes_in_words(free)} of {bytes_in_words(total)} free, CUDA {torch.version.cuda}"
+        yield Finding(f"GPU {index}", "ok", detail)
+
+
+def _attention(context: Context) -> Iterator[Finding]:
+    """Each backend is asked for a need that is common on the best device here."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    from mstar.resources.attention import AttentionNeed
+
+    cuda = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    need = AttentionNeed("kv", device, dtype, query_heads=32, kv_heads=8, head_dim=128, page_size=16)
+    log = logging.getLogger("mstar.registry")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what cannot be imported is said here, as a finding
+    try:
+        backends = context.registry.attention_backends()
+    finally:
+        log.setLevel(level)
+    working = 0
+    for name, backend in backends.items():
+        reason = backend().supports(need)
+        working += reason is None
+        yield Finding(f"attention {name}", "missing" if reason else "ok", reason or f"usable on {device}")
+    for name, why in context.registry.unusable_attention_backends().items():
+        yield Finding(f"attention {name}", "missing", why)
+    if not working:
+        yield Finding("attention", "bad", "no backend works here", "pip install --force-reinstall mstar-core")
+
+
+def _codecs(context: Context) -> Iterator[Finding]:
+    del context
+    for module, (package, what) in _CODECS.items():
+        if importlib.util.find_spec(module) is None:
+            yield Finding(what, "missing", f"{module} is not installed", f"pip install {package}")
+        else:
+            yield Finding(what, "ok", f"{package} {importlib.metadata.version(package)}")
+
+
+def _server(context: Context) -> Iterator[Finding]:
+    del context
+    if importlib.util.find_spec("mstar_server") is None:
+        yield Finding("HTTP server", "missing", "mstar-server is not installed", "pip install mstar-server")
+    else:
+        yield Finding("HTTP server", "ok", "mstar-server is installed")
+
+
+def _plugins(context: Context) -> Iterator[Finding]:
+    models = context.registry.models
+    for plugin in context.plugins.loaded:
+        keys = sorted(key for key, model in models.items() if model.plugin is plugin)
+        yield Finding(f"plugin {plugin.name}", "ok", f"{plugin.version}" + (f": {', '.join(keys)}" if keys else ""))
+    for broken in context.plugins.broken:
+        yield Finding(f"plugin {broken.name}", "missing", broken.reason, remedy(broken))
+    if not models:
+        yield Finding("models", "missing", "no plugin provides a model", "pip install mstar-demo")
+
+
+def _disk(context: Context) -> Iterator[Finding]:
+    for what, folder in (("cache", context.settings.cache), ("Hub's cache", context.settings.hub_cache)):
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        variable = "MSTAR_CACHE" if what == "cache" else "HF_HUB_CACHE"
+        if not os.access(there, os.W_OK):
+            advice = f"make it writable, or set {variable} to another folder"
+            yield Finding(what, "bad", f"{folder} cannot be written", advice)
+        elif free < _LITTLE_DISK:
+            advice = f"free some, or set {variable} to a larger disk"
+            yield Finding(what, "missing", f"{folder}: only {bytes_in_words(free)} free", advice)
+        else:
+            yield Finding(what, "ok", f"{folder}: {bytes_in_words(free)} free")
+
+
+def _memory(context: Context) -> Iterator[Finding]:
+    del context
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free, total = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        yield Finding("memory", "ok", f"{bytes_in_words(free)} of {bytes_in_words(total)} free")
+
+
+def _port(context: Context) -> Iterator[Finding]:
+    del context
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", _PORT))
+        except OSError as error:
+            advice = f"mstar serve KEY --port {_PORT + 1}"
+            yield Finding(f"port {_PORT}", "missing", f"not free: {error.strerror}", advice)
+        else:
+            yield Finding(f"port {_PORT}", "ok", "free")
+
+
+def _hub(context: Context) -> Iterator[Finding]:
+    settings: Any = context.settings
+    if settings.offline:
+        yield Finding("Hub", "missing", "offline mode is on", "unset HF_HUB_OFFLINE")
+        return
+    import urllib.error
+    import urllib.request
+
+    address = settings.hub_endpoint or "https://huggingface.co"
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError as error:
+        yield Finding("Hub", "ok", f"{address} answers ({error.code})")
+    except OSError as error:
+        advice = "check network and proxy, or set HF_ENDPOINT to a mirror"
+        yield Finding("Hub", "missing", f"{address} does not answer: {error}", advice)
+    else:
+        yield Finding("Hub", "ok", f"{address} answers")

@@ -1,0 +1,76 @@
+"""Arguments that several commands share, and the checks of their values."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from mstar.cli.commands import Parser, one_of
+from mstar.settings import Settings
+
+__all__ = ["accepting", "device", "model_options", "port", "positive", "with_json", "with_key", "with_weights"]
+
+
+def with_json(parser: Parser) -> None:
+    """``--json``: the answer for programs. The shape of each command's answer stands in ``docs/cli.md``."""
+    parser.add_argument("--json", action="store_true", help="answer in JSON, for programs")
+
+
+def with_key(parser: Parser) -> None:
+    """The model, as the first word."""
+    parser.add_argument("key", metavar="KEY", help="the model; `mstar models` lists them")
+
+
+def with_weights(parser: Parser) -> None:
+    """``--weights``, as in a deployment file."""
+    parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
+
+
+def model_options(parser: Parser) -> None:
+    """How a model is opened: what ``serve`` and ``run`` take."""
+    with_weights(parser)
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
+    )
+    parser.add_argument("--device", type=device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
+    parser.add_argument(
+        "--dtype",
+        type=one_of("float32", "bfloat16", "float16"),
+        metavar="float32|bfloat16|float16",
+        help="default: bfloat16 on a GPU, float32 on the CPU",
+    )
+    parser.add_argument(
+        "--accept-licence",
+        action="store_true",
+        help="accept the terms of the model's weights for this run (for good: `mstar license accept KEY`)",
+    )
+
+
+def accepting(arguments: argparse.Namespace, settings: Settings) -> Settings:
+    """*settings*, with the consent that ``--accept-licence`` gives."""
+    if not arguments.accept_licence:
+        return settings
+    return dataclasses.replace(settings, accept_licences=(*settings.accept_licences, arguments.key))
+
+
+def port(value: str) -> int:
+    """A TCP port; 0 asks for any free one."""
+    if not value.isdecimal() or int(value) > 65535:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a port (0 to 65535)")
+    return int(value)
+
+
+def positive(value: str) -> int:
+    """A whole number of at least 1."""
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 1")
+    return int(value)
+
+
+def device(value: str) -> str:
+    """``cpu``, ``cuda`` or ``cuda:N``."""
+    name, colon, index = value.partition(":")
+    if value in ("cpu", "cuda") or (name == "cuda" and colon and index.isdecimal()):
+        return value
+    raise argparse.ArgumentTypeError(f"{value!r} is not a device: cpu, cuda or cuda:N")

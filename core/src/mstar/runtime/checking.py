@@ -1,0 +1,310 @@
+"""Proving a deployment sound without weights or a device: what ``mstar check`` and ``mstar graph`` do.
+
+It is the worker's own build (:mod:`mstar.worker.build`), taken apart: every stage that can still run does, so that all
+faults are listed at once. Pools and nodes are made on torch's meta device, where a tensor has a shape and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mstar.graph.program import Plan, compile_graph
+from mstar.nn.model import Model
+from mstar.registry import load_object
+from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
+from mstar.resources.base import Resource
+from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
+from mstar.spec.check import faults as graph_faults
+from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError
+from mstar.spec.graph import Graph
+from mstar.spec.model import ModelSpec
+from mstar.spec.resources import ResourceSpec
+from mstar.weights.sources import SourceContext, parse_override, present_weights
+from mstar.worker import build
+
+if TYPE_CHECKING:
+    from mstar.registry import Registry
+    from mstar.settings import Settings
+
+__all__ = ["Checked", "Fault", "NodeSize", "PoolSize", "check_model", "find_target"]
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing to change. *file*: where it stands (a deployment file, or ``"module:Class"``); *key*: which key of it,
+    empty when the whole is meant."""
+
+    file: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key}: {self.message}" if self.key else f"{self.file}: {self.message}"
+
+
+@dataclass(frozen=True)
+class NodeSize:
+    """A node's module. *bytes*: of its parameters and buffers in the deployment's dtype."""
+
+    name: str
+    module: str
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """A resource's pool. *units*: pages or slots; *owners*: contexts that may be open at once; *full_requests*: how
+    many requests of the longest length it holds together, ``None`` when length does not matter."""
+
+    name: str
+    kind: str
+    units: int
+    bytes: int
+    owners: int
+    full_requests: int | None
+
+
+@dataclass
+class Checked:
+    """What a check found. ``graph`` and what follows it are there as far as the faults allow."""
+
+    spec: ModelSpec
+    weights: Path | None = None
+    deployment: Deployment | None = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    model: Model | None = None
+    graph: Graph | None = None
+    declared: Mapping[str, ResourceSpec] = field(default_factory=dict)
+    nodes: list[NodeSize] = field(default_factory=list)
+    pools: list[PoolSize] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, file: str, key: str = "") -> Iterator[None]:
+        """Whatever goes wrong inside is a fault of *file*, and the check goes on after it. A family's own code may
+        raise anything here: that is what a check is for."""
+        try:
+            yield
+        except DeploymentError as error:
+            self.faults += [Fault(file, path, message) for path, message in error.faults]
+        except MstarError as error:
+            self.faults.append(Fault(file, key, str(error)))
+        except Exception as error:
+            self.faults.append(Fault(file, key, f"{type(error).__name__}: {error}"))
+
+
+def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None]:
+    """The model and the deployment file that *target* names: a key, or a file with ``model: KEY`` in it.
+
+    :raises SetupError: there is no such model or file, or the file names no model.
+    """
+    path = Path(target)
+    if target in registry.models or not (path.suffix in (".yaml", ".yml") or path.exists()):
+        return registry.model(target), None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SetupError(f"the deployment file {target} cannot be read: {error}") from None
+    key = read_deployment(text, target).get("model")
+    if not isinstance(key, str):
+        raise SetupError(f"{target} names no model: add 'model: KEY' (`mstar models` lists the keys)")
+    return registry.model(key), path
+
+
+def check_model(
+    spec: ModelSpec, settings: Settings, registry: Registry, *, config: Path | None = None, weights: str | None = None
+) -> Checked:
+    """Check *spec* as deployment file *config* would serve it.
+
+    :param weights: a folder (its ``config.json`` is enough) or Hub id; default: the deployment's, then the spec's.
+    """
+    checked = Checked(spec)
+    _check_names(checked, registry)
+    deployment = checked.deployment = _deployment(checked, config)
+    _check_kinds(checked, deployment, registry, config)
+    checked.weights = _folder(spec, weights or deployment.weights, registry, settings)
+    with checked.stage(_place(spec, config), "dtype"):
+        wanted = "cpu" if deployment.device is None and not torch.cuda.is_available() else deployment.device or "cuda"
+        checked.device = torch.device(wanted)
+        checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
+        _check_model(checked, deployment, registry, config)
+    return checked
+
+
+def _place(spec: ModelSpec, config: Path | None) -> str:
+    """Where a fault of the deployment stands."""
+    packaged = spec.deployment if isinstance(spec.deployment, str) else f"deployment of {spec.key!r}"
+    return packaged if config is None else str(config)
+
+
+def _check_names(checked: Checked, registry: Registry) -> None:
+    """What the spec names must be there."""
+    spec = checked.spec
+    where = f"spec of {spec.key!r}"
+    for key, target in (("model", spec.model), ("processor", spec.processor)):
+        with checked.stage(where, key):
+            load_object(target)
+    with checked.stage(where, "knobs"):
+        spec.knobs()
+        spec.knobs.model_json_schema()
+    for ref in spec.weights:
+        with checked.stage(where, "weights"):
+            registry.weight_source(ref.source)
+
+
+def _deployment(checked: Checked, config: Path | None) -> Deployment:
+    """The deployment; keys at fault are left out, so that the check can go on."""
+    spec = checked.spec
+    layers: list[dict[str, Any]] = [{}, {}]
+    with checked.stage(f"deployment of {spec.key!r}"):
+        layers[0] = packaged_deployment(spec)
+    with checked.stage(str(config)):
+        layers[1] = file_deployment(spec, config)
+    try:
+        return merge_deployment(spec.key, *layers)
+    except DeploymentError as error:
+        for path, message in error.faults:
+            of_file = config is not None and _has(layers[1], path)
+            checked.faults.append(Fault(_place(spec, config if of_file else None), path, message))
+            layers = [_without(layer, path) for layer in layers]
+        return merge_deployment(spec.key, *layers)
+
+
+def _has(layer: Mapping[str, Any], path: str) -> bool:
+    head, _, tail = path.partition(".")
+    return head in layer and (not tail or not isinstance(layer[head], dict) or _has(layer[head], tail))
+
+
+def _without(layer: dict[str, Any], path: str) -> dict[str, Any]:
+    """*layer* without the key at *path*, or the nearest one above it that is no mapping."""
+    kept = deepcopy(layer)
+    at, (*parents, last) = kept, path.split(".")
+    for part in parents:
+        if not isinstance(at.get(part), dict):
+            last = part
+            break
+        at = at[part]
+    at.pop(last, None)
+    return kept
+
+
+def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, config: Path | None) -> None:
+    """What the deployment names must be registered."""
+    lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
+        "executor": (registry.executor, deployment.executor),
+        "scheduler.policy": (registry.scheduler, deployment.scheduler.policy),
+        "engine.runner": (registry.runner, deployment.engine.runner),
+    }
+    for key, (look_up, name) in lookups.items():
+        with checked.stage(_place(checked.spec, config), key):
+            look_up(name)
+
+
+def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: Settings) -> Path | None:
+    """The folder with the model's configuration, if it is on this machine."""
+    if weights is not None:
+        ref = parse_override(weights)
+        if ref.source == "path":
+            folder = Path(ref.id).expanduser()
+            if not folder.is_dir():
+                raise WeightsError(f"there is no folder {weights!r}")
+            return folder
+    return present_weights(spec, weights, registry.weight_source, SourceContext.of(settings))
+
+
+def _check_model(checked: Checked, deployment: Deployment, registry: Registry, config: Path | None) -> None:
+    spec, device, dtype = checked.spec, checked.device, checked.dtype
+    assert device is not None
+    assert dtype is not None
+    if any(fault.key == "model" and fault.file == f"spec of {spec.key!r}" for fault in checked.faults):
+        return  # it cannot be imported, which has been said
+    with checked.stage(spec.model):
+        try:
+            model = build.make_model(spec, checked.weights, deployment, device, dtype)
+        except WeightsError as error:
+            if checked.weights is not None:
+                raise
+            raise WeightsError(
+                f"{error}. Its configuration stands beside its weights, which are not on this machine: "
+                f"`mstar download {spec.key}` fetches them; or give a folder that holds config.json with --weights DIR"
+            ) from None
+        graph = model.graph()
+        declared, faults = build.declared_resources(model, deployment)
+        checked.model, checked.graph, checked.declared = model, graph, declared
+        found = list(graph_faults(graph, declared))
+        checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
+        place = _place(spec, config)
+        faults += build.placement_faults(deployment, [node.name for node in graph.nodes])
+        checked.faults += [Fault(place, key, message) for key, message in faults]
+        _check_nodes(checked, model, graph, dtype)
+        if not found:
+            _check_pools(checked, compile_graph(graph), deployment, registry, place)
+
+
+def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtype) -> None:
+    for spec in graph.nodes:
+        with checked.stage(checked.spec.model, f"node {spec.name!r}"):
+            # Nodes without published weights make their own tensors, perhaps from values: they are built for real.
+            if model.weights(spec.name) is None:
+                node = model.build(spec.name)
+            else:
+                with _META:
+                    node = model.build(spec.name)
+            tensors = [*node.parameters(), *node.buffers()]
+            count = sum(parameter.numel() for parameter in node.parameters())
+            size = sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.dtype.itemsize) for t in tensors)
+            checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size))
+            checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
+
+
+def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, place: str) -> None:
+    device, dtype, declared = checked.device, checked.dtype, checked.declared
+    assert device is not None
+    assert dtype is not None
+    absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
+    contexts = build.resource_contexts(declared, plan, deployment, registry, _META if absent else device, dtype)
+    for name, spec in declared.items():
+        with checked.stage(place, f"resources.{name}"):
+            context = contexts[name]
+            backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
+            context = replace(
+                context, device=_META, attention_backends=backends, memory=None if absent else context.memory
+            )
+            pool = build.make_resource(name, spec, context, registry)
+            per_request = len(plan.contexts.get(name, ())) or 1
+            checked.pools.append(_size(pool, context.max_owners, per_request))
+
+
+def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:
+    longest = getattr(pool.spec, "max_tokens", None)
+    full = None if longest is None else pool.capacity() // (pool.units(longest) * per_request)
+    return PoolSize(pool.name, pool.spec.kind, pool.capacity(), pool.device_bytes(), owners, full)
+
+
+class _Elsewhere(AttentionBackend):
+    """A backend that is asked for the device which the deployment means, while the pools stand on the meta device."""
+
+    def __init__(self, inner: AttentionBackend, device: torch.device):
+        self._inner, self._device = inner, device
+        self.name, self.priority = inner.name, inner.priority
+
+    def supports(self, need: AttentionNeed) -> str | None:
+        return self._inner.supports(replace(need, device=self._device))
+
+    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
+        return self._inner.plan_kv(memory, batch)
+
+    def plan_ragged(self, lengths: Any) -> RaggedPlan:
+        return self._inner.plan_ragged(lengths)

@@ -1,0 +1,81 @@
+"""``mstar doctor``: each finding follows from what is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mstar.cli import doctor
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def findings(mstar: Run, **more: str) -> dict[str, dict[str, Any]]:
+    status, out, _ = mstar("doctor", "--json", **more)
+    answer = json.loads(out)
+    assert status == (0 if answer["ok"] else 1)
+    return {finding["subject"]: finding for finding in answer["findings"]}
+
+
+def test_what_works(mstar: Run) -> None:
+    status, out, _ = mstar("doctor")
+    assert status == 0
+    assert "attention torch_sdpa" in out
+    found = findings(mstar)
+    assert found["PyTorch"]["state"] == found["cache"]["state"] == "ok"
+    assert "toy-chat, toy-closed" in found["plugin cli_toys"]["detail"]
+
+
+def test_what_is_missing_comes_with_what_to_type(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "soundfile" else find(name))
+    found = findings(mstar, extra="cli_toys_lacks", code="import a_library_that_is_missing\n")
+    assert found["audio files"]["advice"] == "pip install soundfile"
+    assert "a_library_that_is_missing" in found["plugin cli_toys_lacks"]["advice"]
+
+
+def test_a_backend_that_cannot_be_imported_says_why(mstar: Run) -> None:
+    code = (
+        "import mstar\n@mstar.hookimpl\ndef mstar_attention_backends():\n"
+        "    return {'turbo': 'a_gpu_library_that_is_missing:Turbo'}\n"
+    )
+    found = findings(mstar, extra="cli_toys_turbo", code=code)["attention turbo"]
+    assert found["state"] == "missing"
+    assert "No module named 'a_gpu_library_that_is_missing'" in found["detail"]
+
+
+def test_a_port_in_use(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setattr(doctor, "_PORT", other.getsockname()[1])
+        found = findings(mstar)[f"port {doctor._PORT}"]
+    assert found["state"] == "missing"
+    assert found["advice"] == f"mstar serve KEY --port {doctor._PORT + 1}"
+
+
+def test_a_small_disk(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1_000_000))
+    assert "only 1.0 MB free" in findings(mstar)["cache"]["detail"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_no(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda folder, mode: False)
+    assert findings(mstar)["cache"]["state"] == "bad"
+
+
+def test_the_hub_is_asked_only_online(mstar: Run, tmp_path: Path) -> None:
+    assert "Hub" not in findings(mstar)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, but it does not listen: connections are refused
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        out = mstar("doctor", "--online", "--json", HF_ENDPOINT=address)[1]
+    (hub,) = [f for f in json.loads(out)["findings"] if f["subject"] == "Hub"]
+    assert (hub["state"], address in hub["detail"]) == ("missing", True)

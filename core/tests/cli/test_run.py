@@ -1,0 +1,181 @@
+"""``mstar run``: one request, text and files in and out, from the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mstar.testing.miniatures import MINIATURES, Example
+
+Run = Callable[..., tuple[int, str, str]]
+EXPECTED = {mini.key: mini.expected for mini in MINIATURES}
+
+TOYS = '''
+from dataclasses import replace
+import mstar
+from mstar.spec.request import Done
+from mstar.spec.tasks import ChatTask, GenerateTask, Image, Text
+from mstar.testing.miniatures import MINIATURES
+from mstar.testing.miniatures.common import MiniProcessor, text_of
+
+ended = []
+
+class Sizes(MiniProcessor):
+    """Says what it was sent: the roles, the texts and the pictures' sizes."""
+
+    def prepare(self, task, request_id):
+        if isinstance(task, GenerateTask):
+            words = [task.text, *map(str, task.parts)]
+        else:
+            words = [f"{m.role[0]}{len(m.content)}" for m in task.messages]
+            words += [f"{p.pixels.shape[0]}x{p.pixels.shape[1]}" for m in task.messages for p in m.content
+                if isinstance(p, Image)]
+            words.append(text_of(task))
+        return super().prepare(GenerateTask(text=" ".join(words), knobs=task.knobs), request_id)
+
+@mstar.hookimpl
+def mstar_models():
+    specs = {mini.key: mini.spec for mini in MINIATURES}
+    return [
+        *(spec for spec in specs.values() if spec.key != "mini_planner"),
+        replace(specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",)),
+        replace(specs["mini_chat"], key="speaker", abilities=("speech",)),
+    ]
+
+@mstar.hookimpl
+def mstar_request_ended(request, event):
+    ended.append(event)
+'''
+
+
+@pytest.fixture
+def toys(mstar: Run) -> Run:
+    return lambda *words, **more: mstar(*words, extra="cli_toys_run", code=TOYS, **more)
+
+
+def ended() -> list[Any]:
+    found: list[Any] = sys.modules["cli_toys_run"].ended
+    return found
+
+
+def test_text_in_text_out(toys: Run) -> None:
+    status, out, err = toys("run", "mini_chat", "Hello", "--set", "max_tokens=5", "--set", "temperature=0")
+    expected = EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"]
+    assert (status, out) == (0, expected + "\n")
+    assert err.startswith("5 tokens in ")
+    assert err.endswith("finish reason: length\n")
+
+
+@pytest.mark.parametrize("words", [("--no-stream",), ("--json",)])
+def test_the_whole_text_at_the_end(toys: Run, words: tuple[str, ...]) -> None:
+    status, out, _ = toys("run", "mini_chat", "Hello", "--set", "max_tokens=5", *words)
+    text = EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"]
+    assert status == 0
+    if words == ("--json",):
+        facts = json.loads(out)
+        assert (facts["text"], facts["finish_reason"], facts["files"]) == (text, "length", [])
+        assert facts["usage"]["output"]["tokens"] == 5
+    else:
+        assert out == text + "\n"
+
+
+def test_text_from_standard_input(toys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    out = toys("run", "mini_chat", "-", "--set", "max_tokens=5")[1]
+    assert out == EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"] + "\n"
+
+
+def test_audio_goes_to_a_file_and_overwrites_none(toys: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    words = ("run", "mini_omni", "Hello", "--set", "max_tokens=4", "--out", str(folder), "--task", "generate")
+    status, _, err = toys(*words)
+    assert status == 0
+    assert f"wrote {folder / 'mini_omni-audio.wav'}" in err
+    with wave.open(str(folder / "mini_omni-audio.wav")) as file:
+        frames = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    expected = EXPECTED["mini_omni"](Example("Hello", {"max_tokens": 4}))["audio"]
+    assert len(frames) == len(expected)
+    facts = json.loads(toys(*words, "--json")[1])
+    assert [file["path"] for file in facts["files"]] == [str(folder / "mini_omni-audio-2.wav")]
+
+
+def test_images_and_arrays_go_to_files(toys: Run, tmp_path: Path) -> None:
+    from PIL import Image
+
+    folder = str(tmp_path)
+    facts = json.loads(toys("run", "mini_denoise", "Hi", "--out", folder, "--json")[1])
+    (image,) = facts["files"]
+    assert image["media_type"] == "image/png"
+    with Image.open(image["path"]) as picture:
+        assert picture.mode == "RGB"
+    facts = json.loads(
+        toys("run", "mini_rollout", "--set", "windows=3", "--set", "drive=2.0", "--out", folder, "--json")[1]
+    )
+    arrays = [np.load(file["path"]) for file in facts["files"]]
+    expected = EXPECTED["mini_rollout"](Example(knobs={"windows": 3, "drive": 2.0}))["state"]
+    np.testing.assert_allclose(np.concatenate([a.reshape(-1, 3) for a in arrays]), expected, atol=1e-5)
+
+
+def test_files_and_a_system_message_go_in(toys: Run, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (3, 2)).save(tmp_path / "a.png")
+    status, out, _ = toys("run", "mini_planner", "Hi", "--file", str(tmp_path / "a.png"), "--system", "S")
+    assert status == 0
+    assert out == EXPECTED["mini_planner"](Example("s1 u2 2x3 SHi"))["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("mini_chta", "Hi"), "did you mean 'mini_chat'"),
+        (("mini_chat", "Hi", "--set", "max_tokns=3"), "unknown parameter 'max_tokns'; did you mean 'max_tokens'?"),
+        (("mini_chat", "Hi", "--set", "max_tokens=0"), "the nearest valid value is 1"),
+        (("mini_chat", "Hi", "--set", "max_tokens"), "write it as KNOB=VALUE"),
+        (("mini_chat",), "nothing to say"),
+        (("mini_chat", "Hi", "--file", "no-such-file.png"), "--file no-such-file.png: No such file"),
+        (("mini_chat", "Hi", "--task", "chta"), "did you mean 'chat'"),
+        (("mini_rollout", "Hi", "--task", "chat"), "has no task 'chat'; it can do: generate"),
+        (("mini_rollout", "--system", "S"), "--system belongs to a chat"),
+        (("speaker", "Hi"), "use `mstar serve speaker`"),
+        (("mini_chat", "Hi", "--config", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+        (("mini_chat", "x" * 300), "shorten it"),
+    ],
+)
+def test_faults(toys: Run, words: tuple[str, ...], sentence: str) -> None:
+    status, out, err = toys("run", *words)
+    assert (status, out) == (2, "")
+    assert sentence in err
+
+
+def test_a_damaged_file_is_named(toys: Run, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"\x89PNG\r\n and no more")
+    status, _, err = toys("run", "mini_chat", "Hi", "--file", str(file))
+    assert (status, "a.png" in err) == (2, True)
+
+
+def test_an_interrupt_cancels_the_request(toys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(io.StringIO):
+        """Ctrl-C when the first words appear."""
+
+        interrupted = False
+
+        def write(self, text: str) -> int:
+            if not self.interrupted:
+                self.interrupted = True
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Impatient())
+    assert toys("run", "mini_chat", "Hello", "--set", "max_tokens=200", "--set", "temperature=0")[0] == 130
+    (event,) = ended()
+    assert event.reason == "cancelled"

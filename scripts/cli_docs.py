@@ -1,0 +1,118 @@
+"""Writes ``docs/cli.md`` from the command line's own parsers: ``python scripts/cli_docs.py [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mstar.cli.app import collect
+from mstar.cli.commands import Command
+from mstar.plugins import load_plugins
+from mstar.settings import Settings
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+
+HEAD = """\
+# The command line
+
+This page is generated from the commands themselves: `python scripts/cli_docs.py` writes it, and a test checks it.
+
+Every command answers `--help`. Exit status: 0 when all is well; 1 when the answer is "no" (`check` found faults,
+`doctor` misses something essential, a request failed in the engine); 2 when you must change something (a word, a
+setting, a file); 130 after Ctrl-C. Answers go to standard output, everything else to standard error. An unknown
+command, option, model, parameter or key of a file is answered with the nearest one that exists.
+
+Plugins add commands of their own; `mstar --help` lists all that are installed.
+"""
+
+SHAPES = {
+    "models": (
+        "A list of objects: `key`, `family`, `summary`, `plugin`, `plugin_version`, `weights` (a list of "
+        "`source`, `id`, `revision`), `weights_present`, `weights_folder` (or null), `size` (bytes, or null),"
+        " `licence` (`name`, `url`, `commercial`, `gated`, `permissive`), `abilities`, `inputs`, `outputs`."
+    ),
+    "plugins": (
+        "A list of objects: `name`, `version`, `state` (`loaded`, `broken`, `blocked`), `reason`, `remedy`, "
+        "`hooks`, `source`; with `--traceback` also `traceback`."
+    ),
+    "graph": (
+        "An object: `key`, `nodes` (`name`, `ranks`, `max_rows`, `entries`), `partitions` (`name`, `walks`), "
+        "`walks` (name → tree whose parts have `kind` `call`, `seq`, `par` or `loop`), `streams`, `inputs`, "
+        "`sessions`, `resources`."
+    ),
+    "check": (
+        "An object: `key`, `ok`, `faults` (a list of `file`, `key`, `message`), `weights_folder`, `device`, "
+        "`dtype`, `max_concurrent_requests`, `nodes` (`name`, `module`, `parameters`, `bytes`), `pools` "
+        "(`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
+    ),
+    "license": (
+        "`list` answers a list, `show` and `accept` one object: `key`, `terms`, `url`, `commercial`, `gated`,"
+        " `permissive`, `accepted` (`permissive`, `settings`, `record`, or null), `accepted_at`, "
+        "`accepted_version`."
+    ),
+    "download": ("An object: `key`, `folder` (null for a model without weights), `size` (bytes)."),
+    "run": (
+        "An object: `key`, `text`, `finish_reason`, `usage` (`input`, `output`), `files` (a list of `stream`,"
+        " `path`, `media_type`), `first_s` (seconds to the first output), `seconds`."
+    ),
+    "doctor": (
+        "An object: `ok`, `findings` (a list of `subject`, `state`: `ok`, `missing` or `bad`, `detail`, `advice`)."
+    ),
+}
+"""What ``--json`` answers: fields may be added, none changes its meaning."""
+
+
+def page() -> str:
+    """The page, for the core's own commands."""
+    commands = collect(load_plugins(Settings(plugins=())))
+    return HEAD + "".join("\n" + "\n".join(section(command)) + "\n" for command in commands.by_name.values())
+
+
+def section(command: Command) -> Iterator[str]:
+    parser = command.parser()
+    names = [str(action.metavar or action.dest) for action in parser._actions if shown(action) and not flags(action)]
+    optional = " …" if any(flags(action) for action in parser._actions if action.dest != "help") else ""
+    yield f"## mstar {command.name}\n"
+    yield f"{command.help}\n"
+    yield f"```text\nmstar {' '.join([command.name, *names])}{optional}\n```\n"
+    rows = [row(action) for action in parser._actions if shown(action) and action.dest != "help"]
+    if rows:
+        yield "| argument | meaning |\n|---|---|"
+        yield from rows
+    if command.name in SHAPES:
+        yield f"\nWith `--json`: {SHAPES[command.name]}"
+
+
+def shown(action: argparse.Action) -> bool:
+    return action.help != argparse.SUPPRESS
+
+
+def flags(action: argparse.Action) -> str:
+    return ", ".join(action.option_strings)
+
+
+def row(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
+    name = " ".join(filter(None, (flags(action), value))) if flags(action) else value
+    text = (action.help or "") % {"default": action.default} if action.help else ""
+    return f"| `{cell(name)}` | {cell(text)} |"
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    text = page()
+    if "--check" in sys.argv[1:]:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        print("docs/cli.md is current" if current else "docs/cli.md is out of date: run python scripts/cli_docs.py")
+        return int(not current)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
