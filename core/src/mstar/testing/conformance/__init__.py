@@ -1,0 +1,41 @@
+"""The contract of plugins and models, as tests (promise P14).
+
+``pytest --mstar-plugin NAME`` runs all of it on a plugin. A family's own tests take it in by subclassing::
+
+    from mstar.testing import FamilyConformance
+
+    class TestConformance(FamilyConformance):
+        key = "smollm2"
+
+What is checked, and how a check is satisfied: ``docs/conformance.md``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mstar.testing.conformance.batches import BatchChecks
+from mstar.testing.conformance.ends import EndChecks
+from mstar.testing.conformance.graphs import GraphChecks
+from mstar.testing.conformance.http import HttpChecks
+from mstar.testing.conformance.plugins import PluginChecks
+from mstar.testing.conformance.specs import SpecChecks
+from mstar.testing.conformance.weights import WeightsChecks
+
+__all__ = ["FamilyConformance", "PluginConformance"]
+
+
+class FamilyConformance(SpecChecks, GraphChecks, WeightsChecks, BatchChecks, EndChecks, HttpChecks):
+    """All checks of one model.
+
+    :cvar key: the model. :cvar plugin: module of its plugin, if that is not installed.
+    """
+
+    key: ClassVar[str] = ""
+    plugin: ClassVar[str | None] = None
+
+
+class PluginConformance(PluginChecks):
+    """The checks of a plugin as such. :cvar plugin: its name; default: that of ``--mstar-plugin``."""
+
+    plugin: ClassVar[str | None] = None

@@ -1,0 +1,212 @@
+"""The model under test: its spec, its checkpoint, its workers and the right answers to its sample requests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+
+from mstar.nn.model import BuildContext, Model
+from mstar.plugins import GROUP, Plugin, load_plugins
+from mstar.registry import Registry, load_object
+from mstar.runtime.opening import default_deployment
+from mstar.settings import Settings
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import PluginError, nearest
+from mstar.spec.request import Done, Failed
+from mstar.testing.drive import Driver
+from mstar.testing.examples import Example, draw_examples
+
+__all__ = ["Subject", "fail", "find_plugin", "models_of", "open_registry"]
+
+POOL_TOKENS = 4096
+"""Size of pools that the deployment leaves to the machine's memory."""
+
+
+def fail(message: str) -> NoReturn:
+    """End the test with *message* alone: the reader wants what is wrong, not where the suite noticed."""
+    pytest.fail(message, pytrace=False)
+
+
+def open_registry(plugin: str | None) -> Registry:
+    """A registry of the installed plugins and of *plugin*, which may also be a module's name."""
+    settings = Settings.from_env(os.environ)
+    if plugin is not None and not _installed(plugin):
+        settings = replace(settings, extra_plugins=(*settings.extra_plugins, plugin))
+    return Registry(load_plugins(settings))
+
+
+def _installed(name: str) -> bool:
+    entries = importlib.metadata.entry_points(group=GROUP)
+    return any(name in (entry.name, entry.dist.name if entry.dist else "") for entry in entries)
+
+
+def find_plugin(registry: Registry, name: str) -> Plugin:
+    """The loaded plugin called *name*: its entry point, distribution or module.
+
+    :raises PluginError: it was put aside (with the reason), or there is none.
+    """
+    entries = importlib.metadata.entry_points(group=GROUP)
+    names = {name} | {entry.name for entry in entries if entry.dist is not None and entry.dist.name == name}
+    for plugin in registry.plugins.loaded:
+        if plugin.name in names or plugin.source in names:
+            return plugin
+    for broken in registry.plugins.broken:
+        if broken.name in names:
+            raise PluginError(str(broken)) from broken.error
+    if name in registry.plugins.blocked:
+        raise PluginError(f"plugin {name!r} is blocked by MSTAR_PLUGINS or MSTAR_BLOCK_PLUGINS")
+    raise PluginError(f"there is no plugin {name!r}{nearest(name, [plugin.name for plugin in registry.plugins.loaded])}")
+
+
+def models_of(registry: Registry, plugin: Plugin) -> list[str]:
+    """The keys of *plugin*'s models."""
+    return [key for key, model in registry.models.items() if model.plugin == plugin]
+
+
+class Subject:
+    """One model under test.
+
+    :param weights: its checkpoint's folder, or ``None``. The model runs on the CPU in float32, where batches change
+        nothing (promise P6).
+    """
+
+    def __init__(self, registry: Registry, key: str, weights: Path | None):
+        self.registry, self.weights = registry, weights
+        self.spec, self.plugin = registry.models[registry.model(key).key]
+        self._answers: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def lacks_checkpoint(self) -> bool:
+        return bool(self.spec.weights) and self.weights is None
+
+    def require_checkpoint(self) -> None:
+        """Skip the test if the model cannot be loaded for lack of a checkpoint; another test reports that."""
+        if self.lacks_checkpoint:
+            pytest.skip(f"{self.spec.key!r} has no tiny checkpoint: see test_checkpoint")
+
+    @cached_property
+    def overrides(self) -> dict[str, Any]:
+        """The deployment of the tests: this CPU, one thread, and pools of a bounded size."""
+        deployment = merge_deployment(self.spec.key, default_deployment(self.spec))
+        context = BuildContext(self.weights, torch.float32, torch.device("cpu"), deployment.model_kwargs)
+        model: Model = load_object(self.spec.model)(context)
+        unsized = [
+            name
+            for name, spec in model.resources().items()
+            if getattr(spec, "tokens", 0) is None and "tokens" not in deployment.resources.get(name, {})
+        ]
+        return {
+            "device": "cpu",
+            "dtype": "float32",
+            "executor": "inline",
+            "engine": {"threads": 1, "runner": "eager"},
+            "resources": {name: {"tokens": POOL_TOKENS} for name in unsized},
+        }
+
+    @cached_property
+    def load_fault(self) -> Exception | None:
+        """Why the model cannot be loaded, if it cannot."""
+        try:
+            Driver(self.spec, self.registry, self.weights, **self.overrides)
+        except Exception as error:
+            return error
+        return None
+
+    def driver(self, **overrides: Any) -> Driver:
+        """A fresh worker; skips the test if the model does not load (``test_it_loads`` says why)."""
+        self.require_checkpoint()
+        if self.load_fault is not None:
+            pytest.skip(f"{self.spec.key!r} does not load: see test_it_loads")
+        return Driver(self.spec, self.registry, self.weights, **{**self.overrides, **overrides})
+
+    def examples(self, count: int, seed: int) -> dict[str, Example]:
+        """Request id → sample request."""
+        return {f"r{i}": example for i, example in enumerate(draw_examples(self.spec, count, seed))}
+
+    def alone(self, example: Example) -> Mapping[str, Any]:
+        """What *example* gives when it is the only request that a fresh worker ever sees."""
+        name = repr(example)
+        if name not in self._answers:
+            driver = self.driver()
+            driver.submit("alone", example)
+            driver.run()
+            self._answers[name] = self.answer(driver, "alone", example)
+        return self._answers[name]
+
+    def answer(self, driver: Driver, request: str, example: Example) -> Mapping[str, Any]:
+        """What *request* came to; fails the test if it did not end well."""
+        end = driver.ended.get(request)
+        if end is None:
+            fail(f"{self.spec.key!r}: the request never ended: {example}. Does every loop end, is every stream fed?")
+        if isinstance(end, Failed):
+            fail(f"{self.spec.key!r}: a sample request failed ({end.code}): {end.message}\n  {example}")
+        return driver.result(request)
+
+    def check_same(self, driver: Driver, asked: Mapping[str, Example], what: str) -> None:
+        """Each of *asked* that ended on its own has the answer that it has alone."""
+        for request, example in asked.items():
+            end = driver.ended.get(request)
+            if isinstance(end, Done) and end.reason == "cancelled":
+                continue
+            got, want = self.answer(driver, request, example), self.alone(example)
+            for stream in sorted(want.keys() | got.keys()):
+                difference = _difference(want.get(stream), got.get(stream), example.tolerance)
+                if difference:
+                    fail(
+                        f"{self.spec.key!r}: stream {stream!r} changed {what}: {difference}\n  request: {example}\n"
+                        "  A node must treat each row by itself and keep nothing about a request on itself: state "
+                        "belongs in resources (step['…']), randomness in the sampler (design §6, promise P6)."
+                    )
+
+    def check_empty(self, driver: Driver, what: str) -> None:
+        """Every pool of *driver* is empty and its books balance."""
+        try:
+            driver.assert_empty()
+        except Exception as error:
+            fail(
+                f"{self.spec.key!r}: {what}, but state is left: {error}\n  A resource must free on close() all that "
+                "reserve() and open() took (promise P4)."
+            )
+        except AssertionError as error:
+            fail(f"{self.spec.key!r}: {what}, but a pool is not empty: {error}\n  (promise P4: nothing leaks)")
+
+
+def _difference(want: Any, got: Any, tolerance: float) -> str:
+    """How *got* differs from *want*; empty if it does not."""
+    if want is None or got is None:
+        return f"it carried nothing {'alone' if want is None else 'now'}, and something {'now' if want is None else 'alone'}"
+    if isinstance(want, list) or isinstance(got, list):
+        return "" if want == got else f"alone {_short(want)}, now {_short(got)}"
+    want, got = np.asarray(want), np.asarray(got)
+    if want.shape != got.shape:
+        return f"alone of shape {want.shape}, now {got.shape}"
+    if np.allclose(got, want, rtol=1e-4, atol=tolerance, equal_nan=True):
+        return ""
+    return f"values differ by up to {np.abs(got.astype(np.float64) - want).max():.3g} (tolerance {tolerance:g})"
+
+
+def _short(items: Sequence[Any]) -> str:
+    return f"{list(items[:12])}{' …' if len(items) > 12 else ''}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the worker's reports of faults that a test causes on purpose."""
+    logger = logging.getLogger("mstar")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
