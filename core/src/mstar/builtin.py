@@ -54,7 +54,7 @@ def mstar_weight_sources() -> dict[str, str]:
 
 @hookimpl
 def mstar_cli(commands: Commands) -> None:
-    from mstar.cli import models, plugins, serve
+    from mstar.cli import models, plugin, plugins, serve
 
-    for command in (serve, models, plugins):
+    for command in (serve, models, plugins, plugin):
         command.register(commands)

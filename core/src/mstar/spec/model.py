@@ -54,6 +54,10 @@ class ModelSpec:
     :param abilities: OpenAI surfaces (and ``generate``) that the processor can prepare.
     :param deployment: defaults of the deployment file, as a mapping (or ``"package:file.yaml"``).
     :param size: weights' size in bytes as published, for listings.
+    :param tiny: ``"module:function"`` that writes a small random checkpoint in the published layout, tokenizer and all,
+        into an empty folder: ``function(folder: Path) -> None``, without network. Tests serve it.
+    :param examples: ``"module:function"`` that draws a sample request for tests:
+        ``function(key: str, rng: random.Random) -> mstar.testing.Example``. Default: short texts.
     """
 
     key: str
@@ -69,3 +73,5 @@ class ModelSpec:
     outputs: tuple[str, ...] = ("text",)
     deployment: Mapping[str, Any] | str = field(default_factory=dict)
     size: int | None = None
+    tiny: str | None = None
+    examples: str | None = None

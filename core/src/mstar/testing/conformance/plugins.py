@@ -19,39 +19,41 @@ __all__ = ["PluginChecks"]
 HEAVY = ("torch", "transformers", "tensorflow", "jax", "fastapi", "mstar_server")
 """Packages that a plugin's light module must leave alone: each costs every `mstar` command a second or more."""
 
+LISTING = (
+    "mstar_models",
+    "mstar_resources",
+    "mstar_attention_backends",
+    "mstar_engines",
+    "mstar_schedulers",
+    "mstar_executors",
+    "mstar_weight_sources",
+)
+"""Hooks that are called to list what there is."""
+
 _LAZY_PROGRAM = """
-import importlib.abc, json, sys, traceback
-heavy, path, source = json.load(sys.stdin)
+import importlib.abc, importlib.metadata, json, sys, traceback
+heavy, listing, path, source = json.load(sys.stdin)
 sys.path[:] = path
 culprits = {}
 
 class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name in heavy and name not in culprits:
-            frames = [f for f in traceback.extract_stack()[:-1] if "importlib" not in f.filename]
-            culprits[name] = f"{frames[-1].filename}:{frames[-1].lineno}"
-        return None
+            frames = [f for f in traceback.extract_stack()[:-1] if f.filename[0] != "<" and "importlib" not in f.filename]
+            culprits[name] = " -> ".join(f"{f.filename}:{f.lineno}" for f in frames[-4:])
 
-sys.meta_path.insert(0, Watch())
 from mstar.plugins import Plugins
-from mstar.settings import Settings
-import importlib
-plugins = Plugins()
-before = dict(culprits)
-module, _, attribute = source.partition(":")
-plugins.add("it", "0", source, lambda: getattr(importlib.import_module(module), attribute or "__name__") and (
-    getattr(importlib.import_module(module), attribute) if attribute else importlib.import_module(module)))
-stages = {"import": {k: v for k, v in culprits.items() if k not in before}}
+plugins, stages = Plugins(), {}
+sys.meta_path.insert(0, Watch())
+plugins.add("it", "0", source, importlib.metadata.EntryPoint("it", source, "mstar.plugins").load)
+stages["import"] = dict(culprits)
 for plugin in plugins.loaded:
-    for hook in plugins.hooks(plugin):
-        if hook in ("mstar_models", "mstar_resources", "mstar_attention_backends", "mstar_engines", "mstar_schedulers",
-                    "mstar_executors", "mstar_weight_sources"):
-            known = set(culprits)
-            plugins.call(plugin, hook)
-            stages[hook] = {k: v for k, v in culprits.items() if k not in known}
-json.dump([stages, before], sys.stdout)
+    for hook in set(plugins.hooks(plugin)) & set(listing):
+        known = set(culprits)
+        plugins.call(plugin, hook)
+        stages[hook] = {package: where for package, where in culprits.items() if package not in known}
+print(json.dumps(stages))
 """
-
 
 class PluginChecks:
     """The plugin loads, offers something, imports nothing heavy and documents its models."""
@@ -102,7 +104,7 @@ def _heavy_imports(source: str) -> dict[str, dict[str, str]]:
     """Stage → heavy package → the line that imported it, in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", _LAZY_PROGRAM],
-        input=json.dumps([HEAVY, sys.path, source]),
+        input=json.dumps([HEAVY, LISTING, sys.path, source]),
         capture_output=True,
         text=True,
         check=False,
@@ -110,7 +112,7 @@ def _heavy_imports(source: str) -> dict[str, dict[str, str]]:
     )
     if done.returncode != 0:
         fail(f"{source!r} could not be imported in a fresh interpreter:\n{done.stderr}")
-    stages: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])[0]
+    stages: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return stages
 
 

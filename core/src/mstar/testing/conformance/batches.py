@@ -1,0 +1,101 @@
+"""Checks that batching never changes what a request means (promise P6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mstar.spec.errors import RequestError
+from mstar.testing.conformance.subject import Subject, fail
+from mstar.testing.examples import Example
+
+__all__ = ["BatchChecks"]
+
+_REQUESTS = 7
+
+
+class BatchChecks:
+    """Alone, among others, in chunks, with a seed: one request, one answer."""
+
+    def test_requests_end_well(self, mstar_model: Subject) -> None:
+        """Sample requests end well, give something, and leave nothing behind."""
+        driver = mstar_model.driver()
+        asked = mstar_model.examples(3, seed=41)
+        for request, example in asked.items():
+            try:
+                driver.submit(request, example)
+            except RequestError as error:
+                fail(f"{mstar_model.spec.key!r}: a sample request was refused: {error}\n  {example}")
+            driver.run()
+            mstar_model.answer(driver, request, example)
+        if not any(driver.emitted.values()):
+            fail(f"{mstar_model.spec.key!r}: no request emitted anything: does a call emit to a stream to the client?")
+        mstar_model.check_empty(driver, "three requests ended one after the other")
+
+    def test_one_after_the_other(self, mstar_model: Subject) -> None:
+        """What a worker did before does not show in an answer."""
+        driver = mstar_model.driver()
+        asked = mstar_model.examples(_REQUESTS, seed=42)
+        for request, example in asked.items():
+            driver.submit(request, example)
+            driver.run()
+        mstar_model.check_same(driver, asked, "because other requests ran before it on the same worker")
+
+    def test_batch_invariance(self, mstar_model: Subject) -> None:
+        """A request alone and the same request among others of mixed lengths give the same."""
+        driver = mstar_model.driver()
+        asked = mstar_model.examples(_REQUESTS, seed=43)
+        for request, example in asked.items():
+            driver.submit(request, example)
+        driver.run()
+        mstar_model.check_same(driver, asked, "in a batch with other requests")
+        mstar_model.check_empty(driver, "a batch of requests ended")
+
+    def test_late_arrivals(self, mstar_model: Subject) -> None:
+        """Requests that join a running batch change nothing for those in it."""
+        driver = mstar_model.driver()
+        asked = mstar_model.examples(_REQUESTS, seed=44)
+        for request, example in asked.items():
+            driver.submit(request, example)
+            driver.worker.step()
+            driver.take()
+        driver.run()
+        mstar_model.check_same(driver, asked, "because others arrived while it ran")
+
+    @pytest.mark.parametrize("budget", [3, 16])
+    def test_chunked_prefill(self, mstar_model: Subject, budget: int) -> None:
+        """Prompts cut into chunks of a few tokens give what whole prompts give."""
+        driver = mstar_model.driver(scheduler={"max_step_tokens": budget})
+        asked = mstar_model.examples(_REQUESTS, seed=45)
+        for request, example in asked.items():
+            driver.submit(request, example)
+        driver.run()
+        mstar_model.check_same(driver, asked, f"when steps may have {budget} tokens, so that its prompt is cut")
+
+    def test_seeds(self, mstar_model: Subject) -> None:
+        """The same seed gives the same answer, alone, again and among others."""
+        knobs = mstar_model.spec.knobs.model_fields
+        if "seed" not in knobs:
+            pytest.skip(f"{mstar_model.spec.key!r} has no knob 'seed'")
+        hot = {"temperature": 1.0} if "temperature" in knobs else {}
+        asked = {
+            request: _with(example, seed=number, **hot)
+            for number, (request, example) in enumerate(mstar_model.examples(4, seed=46).items())
+        }
+        for times in range(2):
+            for request, example in asked.items():
+                driver = mstar_model.driver()
+                driver.submit(request, example)
+                driver.run()
+                what = f"from one run to the next with the same seed (run {times + 1})"
+                mstar_model.check_same(driver, {request: example}, what)
+        driver = mstar_model.driver()
+        for request, example in asked.items():
+            driver.submit(request, example)
+        driver.run()
+        mstar_model.check_same(driver, asked, "in a batch, though it has a seed")
+
+
+def _with(example: Example, **knobs: object) -> Example:
+    return replace(example, knobs={**example.knobs, **knobs})

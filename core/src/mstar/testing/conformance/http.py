@@ -1,0 +1,216 @@
+"""Checks over HTTP: the real server application and a real worker, without a socket.
+
+The core never imports the server: it is looked up by name, and these checks are skipped where it is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mstar.cluster.base import WorkerConfig
+from mstar.runtime.opening import default_deployment
+from mstar.runtime.service import Service
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.model import ModelSpec
+from mstar.testing.conformance.knob_values import bad_values
+from mstar.testing.conformance.subject import Subject, fail
+from mstar.testing.examples import Example, draw_examples
+
+__all__ = ["HttpChecks"]
+
+
+class HttpChecks:
+    """Round trips on the model's routes, and bad requests."""
+
+    def test_http_round_trip(self, mstar_model: Subject) -> None:
+        """Every declared ability answers a sample request on its route, whole and streamed."""
+        key, unserved = mstar_model.spec.key, []
+        (example,) = draw_examples(mstar_model.spec, 1, seed=81)
+        with _serving(mstar_model) as server:
+            for ability in mstar_model.spec.abilities:
+                route = server.routes.get(ability)
+                if route not in server.mounted:
+                    unserved.append(f"{ability}: this server has no route {route or 'for it'} yet")
+                elif ability not in _ROUND_TRIPS:
+                    unserved.append(f"{ability}: the suite has no sample request for {route} yet")
+                elif ability == "generate" and server.live(example):
+                    _live(server, example)
+                elif ability == "chat" and example.parts:
+                    unserved.append("chat: the sample request has media parts, which the suite cannot send there")
+                else:
+                    _ROUND_TRIPS[ability](server, route, example)
+            server.check_idle("requests over HTTP ended")
+        if unserved:
+            pytest.skip(f"{key!r}: not tried: {'; '.join(unserved)}")
+
+    def test_bad_requests(self, mstar_model: Subject) -> None:
+        """Wrong knobs and fields are answered 400 with the field's name, before anything is scheduled."""
+        spec = mstar_model.spec
+        if "generate" not in spec.abilities:
+            pytest.skip(f"{spec.key!r} is not served on /generate")
+        (example,) = draw_examples(spec, 1, seed=82)
+        with _serving(mstar_model) as server:
+            for name, value, why in (*bad_values(spec.knobs), ("no_such_knob", 1, "unknown")):
+                body = _generate_body(spec, example)
+                body["model_kwargs"][name] = value
+                server.check_refused(body, name, f"{name}={json.dumps(value)[:60]}, which is {why}")
+            for field, wrong in (("text", 7), ("model_kwargs", "x"), ("output_modalities", [1]), ("nonsense", 1)):
+                server.check_refused({**_generate_body(spec, example), field: wrong}, field, f"{field}={wrong!r}")
+            server.check_refused({**_generate_body(spec, example), "model": spec.key + "x"}, "model", "a wrong model")
+            if server.status()["steps"]:
+                fail(f"{spec.key!r}: a request that was refused had been scheduled already")
+
+
+class _Server:
+    """The model behind the server's application, and a client of it."""
+
+    def __init__(self, subject: Subject, service: Service, client: Any):
+        self.subject, self.spec, self.service, self.client = subject, subject.spec, service, client
+        self.routes: dict[str, str] = pkgutil.resolve_name("mstar_server.state:ROUTES")
+        self.mounted: frozenset[str] = client.app.state.mstar.mounted
+        self.client_streams = subject.driver().client_streams
+
+    def live(self, example: Example) -> tuple[str, ...]:
+        return self.client_streams if example.live is None else example.live
+
+    def post(self, route: str, body: dict[str, Any]) -> Any:
+        answer = self.client.post(route, json=body)
+        if answer.status_code != 200:
+            fail(f"{self.spec.key!r}: POST {route} was answered {answer.status_code}: {answer.text}\n  body: {body}")
+        return answer
+
+    def check_refused(self, body: dict[str, Any], field: str, what: str) -> None:
+        answer = self.client.post("/generate", json=body)
+        if answer.status_code == 200:
+            fail(f"{self.spec.key!r}: POST /generate accepts {what}")
+        error = answer.json()["error"]
+        if not 400 <= answer.status_code < 500 or field not in (error["param"] or ""):
+            fail(
+                f"{self.spec.key!r}: POST /generate with {what} was answered {answer.status_code} with param "
+                f"{error['param']!r}; it should be a 4xx that names {field!r}: {error['message']}"
+            )
+
+    def status(self) -> Any:
+        return self.client.portal.call(self.service.status)
+
+    def check_idle(self, what: str) -> None:
+        status = self.status()
+        used = {name: usage for name, usage in status["resources"].items() if usage["used"]}
+        if status["running"] or status["waiting"] or used:
+            fail(f"{self.spec.key!r}: {what}, but the worker still holds {used or status}")
+
+
+@contextmanager
+def _serving(subject: Subject) -> Iterator[_Server]:
+    if importlib.util.find_spec("mstar_server") is None:
+        pytest.skip("mstar-server is not installed")
+    try:
+        from starlette.testclient import TestClient
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"starlette's test client cannot be used: {error}")
+    subject.driver()  # skips what does not load
+    key = subject.spec.key
+    deployment = merge_deployment(key, default_deployment(subject.spec), subject.overrides, {"executor": "inline"})
+    weights = None if subject.weights is None else str(subject.weights)
+    service = Service(subject.spec, WorkerConfig(key=key, weights=weights, deployment=deployment), subject.registry)
+    app = pkgutil.resolve_name("mstar_server.app:create_app")({key: service}, subject.registry)
+    with TestClient(app, raise_server_exceptions=False) as client:
+        portal: Any = client.portal
+        portal.call(service.start)
+        try:
+            yield _Server(subject, service, client)
+        finally:
+            portal.call(service.stop)
+
+
+# --- one function per ability -----------------------------------------------------------------------------------------
+
+
+def _generate_body(spec: ModelSpec, example: Example) -> dict[str, Any]:
+    if example.parts:
+        pytest.skip(f"{spec.key!r}: the sample request has media parts, which the suite does not upload yet")
+    body = {"model": spec.key, "text": example.text, "model_kwargs": dict(example.knobs)}
+    return {**body, "output_modalities": list(example.want)} if example.want else body
+
+
+def _generate(server: _Server, route: str, example: Example) -> None:
+    body = _generate_body(server.spec, example)
+    whole = server.post(route, body).json()
+    _check_outputs(server.spec, whole["outputs"])
+    lines = [json.loads(line) for line in server.post(route, {**body, "streaming": True}).text.splitlines()]
+    if lines[-1]["type"] != "done":
+        fail(f"{server.spec.key!r}: the stream of POST {route} ended with {lines[-1]}")
+    deltas = [line for line in lines if line["type"] == "delta"]
+    _check_same_text(server.spec, route, _texts(whole["outputs"]), "".join(d.get("text", "") for d in deltas))
+    missing = whole["outputs"].keys() - {delta["modality"] for delta in deltas}
+    if missing:
+        fail(f"{server.spec.key!r}: POST {route} gives {', '.join(sorted(missing))} whole, but not when streamed")
+
+
+def _chat(server: _Server, route: str, example: Example) -> None:
+    message = {"role": "user", "content": example.text}
+    body = {"model": server.spec.key, "messages": [message], **example.knobs}
+    choice = server.post(route, body).json()["choices"][0]
+    if not isinstance(choice["message"]["content"], str) or choice["finish_reason"] not in ("stop", "length"):
+        fail(f"{server.spec.key!r}: POST {route} answered no text with a finish reason: {choice}")
+    text = server.post(route, {**body, "stream": True}).text
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if events[-1] != "[DONE]":
+        fail(f"{server.spec.key!r}: the stream of POST {route} ended with {events[-1]}")
+    choices = [choice for event in events[:-1] for choice in json.loads(event).get("choices", ())]
+    streamed = "".join(choice["delta"].get("content") or "" for choice in choices)
+    _check_same_text(server.spec, route, choice["message"]["content"], streamed)
+
+
+def _completion(server: _Server, route: str, example: Example) -> None:
+    body = {"model": server.spec.key, "prompt": example.text, **example.knobs}
+    choice = server.post(route, body).json()["choices"][0]
+    if not isinstance(choice["text"], str) or choice["finish_reason"] not in ("stop", "length"):
+        fail(f"{server.spec.key!r}: POST {route} answered no text with a finish reason: {choice}")
+
+
+_ROUND_TRIPS = {"generate": _generate, "chat": _chat, "completion": _completion}
+
+
+def _live(server: _Server, example: Example) -> None:
+    """A request that its client feeds while it runs, over the socket."""
+    route, outputs = "/generate/ws", dict[str, list[Any]]()
+    if route not in server.mounted:
+        pytest.skip(f"this server has no route {route} yet")
+    live = server.live(example)
+    with server.client.websocket_connect(route) as socket:
+        opening = {"id": "r0", **_generate_body(server.spec, example), "live": list(live)}
+        socket.send_json(opening)
+        for stream, part in example.appends:
+            socket.send_json({"id": "r0", "append": {stream: np.asarray(part).tolist()}})
+        socket.send_json({"id": "r0", "end_input": True})
+        while (line := socket.receive_json())["type"] == "delta":
+            outputs.setdefault(line["modality"], []).append(line)
+    if line["type"] != "done":
+        fail(f"{server.spec.key!r}: a live request on {route} ended with {line}")
+    _check_outputs(server.spec, outputs)
+
+
+def _check_outputs(spec: ModelSpec, outputs: dict[str, Any]) -> None:
+    if not outputs:
+        fail(f"{spec.key!r}: the answer has no output; the spec declares {', '.join(spec.outputs)}")
+    undeclared = outputs.keys() - set(spec.outputs)
+    if undeclared:
+        fail(f"{spec.key!r}: the answer has {', '.join(undeclared)}, which ModelSpec.outputs does not declare")
+
+
+def _texts(outputs: dict[str, Any]) -> str:
+    return "".join(item["text"] for items in outputs.values() for item in items if "text" in item)
+
+
+def _check_same_text(spec: ModelSpec, route: str, whole: str, streamed: str) -> None:
+    if whole != streamed:
+        fail(f"{spec.key!r}: POST {route} says {whole!r} whole and {streamed!r} streamed")
