@@ -103,7 +103,7 @@ def _test(name: str, context: Context) -> int:
 
 
 def _test_folder(folder: Path) -> int:
-    """A package's own tests, then the conformance suite, whether it is installed or not."""
+    """A package's own tests, whether it is installed or not; the conformance suite too if they do not hold it."""
     modules = _plugin_modules(folder)
     extra = [word for word in os.environ.get("MSTAR_EXTRA_PLUGINS", "").split(",") if word]
     environment = {
@@ -111,8 +111,11 @@ def _test_folder(folder: Path) -> int:
         "MSTAR_EXTRA_PLUGINS": ",".join(dict.fromkeys([*extra, *modules])),
         "PYTHONPATH": os.pathsep.join([str(folder / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    tests = _pytest([], folder, environment) if (folder / "tests").is_dir() else 0
-    return tests or max(_pytest(["--mstar-plugin", module], folder, environment) for module in modules)
+    tests = folder / "tests"
+    status = _pytest([], folder, environment) if tests.is_dir() else 0
+    if any("PluginConformance" in file.read_text(encoding="utf-8") for file in tests.rglob("*.py")):
+        return status
+    return max(status, *(_pytest(["--mstar-plugin", module], folder, environment) for module in modules))
 
 
 def _test_installed(name: str, context: Context) -> int:
