@@ -33,12 +33,13 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument(
         "name", metavar="NAME", help="new: of the package (mstar-mymodel); test: an installed plugin, or a folder"
     )
-    new = parser.add_argument_group("for new")
     names = "|".join(PATTERNS)
-    new.add_argument("--pattern", type=one_of(*PATTERNS), metavar=names, help="how the model works; asked if left out")
-    new.add_argument("--dir", type=Path, metavar="DIR", help="where the package's folder goes (default: here)")
-    new.add_argument("--key", metavar="KEY", help="the model's key (default: NAME without mstar-)")
-    new.add_argument("--yes", action="store_true", help=f"ask nothing; the pattern is {_DEFAULT} unless given")
+    parser.add_argument(
+        "--pattern", type=one_of(*PATTERNS), metavar=names, help="new: how the model works; asked if left out"
+    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="new: where the package's folder goes (default: here)")
+    parser.add_argument("--key", metavar="KEY", help="new: the model's key (default: NAME without mstar-)")
+    parser.add_argument("--yes", action="store_true", help=f"new: ask nothing; the pattern is {_DEFAULT} unless given")
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
