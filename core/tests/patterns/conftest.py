@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from mstar.nn.node import Sampled, Step
+
+sys.path.append(str(Path(__file__).parent))  # for seeing
 
 
 class PlainKV:

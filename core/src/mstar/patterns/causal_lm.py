@@ -46,8 +46,12 @@ class CausalLMNode(Node):
         return self.lm_head(self.model.norm(hidden))  # type: ignore[no-any-return]
 
     def forward(self, step: Step, ids: Tensor) -> Mapping[str, Sampled]:
-        """Entry ``forward``. Only each row's last position goes through the final norm and the head."""
-        hidden = self.hidden(step, ids)
+        """Entry ``forward``."""
+        return self.sample(step, self.hidden(step, ids))
+
+    def sample(self, step: Step, hidden: Tensor) -> Mapping[str, Sampled]:
+        """*hidden* ``[N, hidden]`` → a token a row. Only each row's last position goes through the final norm and the
+        head."""
         if hidden.shape[0] != step.rows:  # in pure decode every position is its row's last
             hidden = hidden[step.last]
         return {"token": step["sampler"].sample(self.logits(hidden))}

@@ -68,6 +68,18 @@ class WeightMap:
                 )
         return cls(tuple(placements), (*ignore, *aliases), float32)
 
+    @classmethod
+    def of_node(
+        cls, module: nn.Module, node: str, prefixes: Mapping[str, str], ignore: tuple[str, ...] = ()
+    ) -> WeightMap:
+        """The map of *node*'s module where several nodes share a checkpoint, each under a prefix of its own.
+
+        :param prefixes: node → the published prefix (``"model.decoder."``). Tensors under another node's prefix are
+            left to that node; one under no prefix at all stays a fault.
+        """
+        others = tuple(re.escape(prefix) + ".*" for name, prefix in prefixes.items() if name != node)
+        return cls.from_module(module, rename={"": prefixes[node]}, ignore=(*ignore, *others))
+
     def ignores(self, published: str) -> bool:
         return any(re.fullmatch(pattern, published) for pattern in self.ignore)
 

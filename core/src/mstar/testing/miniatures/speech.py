@@ -10,6 +10,9 @@ from torch import Tensor
 
 from mstar.nn.model import Demand, Model
 from mstar.nn.node import Node, Packed, Step
+from mstar.patterns import transducer as patterns
+from mstar.patterns.lm_codec import LMCodec, LMCodecFacts
+from mstar.patterns.transducer import TransducerFacts
 from mstar.spec.graph import (
     CLIENT,
     AtEnd,
@@ -31,7 +34,8 @@ from mstar.spec.graph import (
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sampler
 from mstar.testing.miniatures.catalog import BLANK, CODEBOOKS, FRAME, PADS, STEPS_PER_CALL, TAPS, VOCAB
-from mstar.testing.miniatures.text import IDS, KV, PROMPT, TEXT, TOKEN, SumNode, generate, text_demand
+from mstar.testing.miniatures.common import RATE
+from mstar.testing.miniatures.text import IDS, KV, PROMPT, SHAPE, TEXT, TOKEN, SumNode, generate, text_demand
 
 __all__ = ["Ctc", "Duplex", "Omni", "Transducer", "Tts"]
 
@@ -78,11 +82,11 @@ class Ctc(Model):
 class TransducerDecoder(Node):
     """Greedy transducer, several steps a call: the cursor and the predictor's state live in a slot."""
 
-    def forward(self, step: Step, frames: list[Tensor]) -> dict[str, Any]:
+    def forward(self, step: Step, encoded: list[Tensor]) -> dict[str, Any]:
         cursor, last = step["state"].read("cursor").clone(), step["state"].read("last").clone()
         tokens: list[list[int]] = []
         done = []
-        for row, mine in enumerate(frames):
+        for row, mine in enumerate(encoded):
             out: list[int] = []
             at, previous = int(cursor[row, 0]), int(last[row, 0])
             for _ in range(STEPS_PER_CALL):
@@ -102,34 +106,27 @@ class TransducerDecoder(Node):
         return {"tokens": Packed(flat, [len(out) for out in tokens]), "done": torch.tensor(done)}
 
 
-class Transducer(Model):
+class TransducerEncoder(Node):
+    def forward(self, step: Step, frames: Tensor) -> dict[str, Any]:
+        return {"encoded": torch.round(frames)}
+
+
+class Transducer(patterns.Transducer):
     """Shape 4: recurrent state slots, many steps an iteration."""
 
-    def graph(self) -> Graph:
-        frames = Port("frames", "float32", ("F",), "list")
-        tokens, done = Port("tokens", "int64", ("U",), "packed"), Port("done", "bool", (), "stacked")
-        entry = Entry(inputs=(frames,), outputs=(tokens, done), resources=("state",))
-        call = Call("decoder", inputs={"frames": "frames"}, outputs={"done": "done"}, emit={"tokens": "text"})
-        return Graph(
-            nodes=(NodeSpec("decoder", (entry,)),),
-            walks={"decode": Loop(call, WhenTrue("done"))},
-            partitions=(Partition("main", ("decode",)),),
-            streams=(TEXT,),
-            inputs=(FRAMES,),
-        )
-
-    def resources(self) -> Mapping[str, ResourceSpec]:
-        return {"state": RecurrentState({"cursor": ((1,), "int64"), "last": ((1,), "int64")})}
+    def facts(self) -> TransducerFacts:
+        state = {"cursor": ((1,), "int64"), "last": ((1,), "int64")}
+        return TransducerFacts(FRAMES, Port("encoded", "float32", ("E",), "packed"), state)
 
     def build(self, node: str) -> Node:
-        return TransducerDecoder()
+        return TransducerEncoder() if node == "encoder" else TransducerDecoder()
 
 
 # --- shape 5
 # -----------------------------------------------------------------------------------------------------------
 
 SAMPLES = Port("samples", "float32", ("S",), "packed")
-AUDIO = Stream("audio", "codec", CLIENT, Port("sample", "float32", (), "stacked"), "audio", seconds_per_item=1 / 8000)
+AUDIO = Stream("audio", "codec", CLIENT, Port("sample", "float32", (), "stacked"), "audio", seconds_per_item=1 / RATE)
 
 
 class FirCodec(Node):
@@ -155,29 +152,14 @@ def codec_walk(stream: str) -> Loop:
     return Loop(call, EndOf(stream))
 
 
-class Tts(Model):
+class Tts(LMCodec):
     """Shape 5: a language model whose tokens stream into a codec in windows that grow, with left context."""
 
-    def graph(self) -> Graph:
-        entry = Entry(inputs=(IDS,), outputs=(TOKEN,), chunk="ids", resources=("kv", "positions", "sampler"))
-        call = Call("lm", outputs={"token": "token"}, emit={"token": "codes"})
-        codes = Stream("codes", "lm", "codec", Port("code", "int64", (), "stacked"), chunk=Ramp(left=len(TAPS) - 1))
-        return Graph(
-            nodes=(NodeSpec("lm", (entry,)), codec_node()),
-            walks={"speak": generate(call), "decode": codec_walk("codes")},
-            partitions=(Partition("lm", ("speak",)), Partition("codec", ("decode",))),
-            streams=(codes, AUDIO),
-            inputs=(PROMPT,),
-        )
-
-    def resources(self) -> Mapping[str, ResourceSpec]:
-        return {"kv": KV, "positions": Positions(), "sampler": Sampler(vocab=VOCAB)}
+    def facts(self) -> LMCodecFacts:
+        return LMCodecFacts(SHAPE, rate=RATE, chunk=Ramp(left=len(TAPS) - 1))
 
     def build(self, node: str) -> Node:
         return SumNode() if node == "lm" else FirCodec()
-
-    def demand(self, request: EngineRequest) -> Iterable[Demand]:
-        return text_demand(request)
 
 
 # --- shape 6

@@ -7,6 +7,7 @@ all tokens follow exactly, so the model knows its context through the KV cache a
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from mstar.nn.model import Demand, Model, Outcome, Run
 from mstar.nn.node import Node, Step
+from mstar.patterns.encoder_decoder import EncoderDecoder, EncoderDecoderFacts
+from mstar.patterns.shapes import DecoderShape
 from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partition, Port, Seq, Stream, TokenStop
 from mstar.spec.request import EngineRequest
-from mstar.spec.resources import CrossKV, PagedKV, Positions, RecurrentState, ResourceSpec, Sampler
+from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sampler
 from mstar.testing.miniatures.catalog import PRIME, VOCAB
 
 __all__ = ["Chat", "Hybrid", "Planner", "Seq2Seq"]
@@ -25,7 +28,8 @@ IDS = Port("ids", "int64", ("T",), "packed")
 TOKEN = Port("token", "int64", (), "stacked")
 PROMPT = Port("prompt", "int64", ("T",), "packed")
 TEXT = Stream("text", "main", CLIENT, TOKEN, "tokens")
-KV = PagedKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, max_tokens=256, page_size=4, dtype="float32")
+SHAPE = DecoderShape(vocab=VOCAB, layers=1, heads=1, kv_heads=1, head_dim=VOCAB, max_tokens=256)
+KV = replace(SHAPE.kv(), page_size=4)
 
 
 def one_hot(ids: Tensor) -> Tensor:
@@ -97,72 +101,39 @@ class Chat(Model):
 # -----------------------------------------------------------------------------------------------------------
 
 
+MEMORY = Port("memory", "float32", ("S", VOCAB), "packed")
+
+
 class MemoryEncoder(Node):
-    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
-        return {"memory": one_hot(ids)[:, 0]}
+    def forward(self, step: Step, prompt: Tensor) -> dict[str, Any]:
+        return {"memory": one_hot(prompt)[:, 0]}
 
 
 class CrossDecoder(Node):
     def prime(self, step: Step, memory: Tensor) -> dict[str, Any]:
-        """Write the cross keys and values, and the memory's length as the last value column's scale."""
-        step["cross"].write(0, torch.zeros_like(memory)[:, None], memory[:, None])
+        """Write the cross keys and values. Values are scaled by their number, so that their mean is their sum."""
         lengths = torch.tensor(step.lengths)
-        return {"size": lengths}
+        value = memory * lengths.repeat_interleave(lengths)[:, None]
+        step["cross"].write(0, torch.zeros_like(memory)[:, None], value[:, None])
+        return {}
 
-    def forward(self, step: Step, ids: Tensor, size: Tensor) -> dict[str, Any]:
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         own = context_sums(step, ids)[step.last]
         query = torch.zeros(ids.shape[0], 1, VOCAB)
-        mean = step["cross"].attend(0, query)[:, 0][step.last]
-        source = (torch.round(mean * size[:, None]) @ torch.arange(VOCAB, dtype=torch.float32)).long()
+        counts = step["cross"].attend(0, query)[:, 0][step.last]
+        source = (torch.round(counts) @ torch.arange(VOCAB, dtype=torch.float32)).long()
         token = (own + source + step["positions"].positions[step.last] + 1) % VOCAB
         return {"token": step["sampler"].sample(token_logits(token))}
 
 
-class Seq2Seq(Model):
+class Seq2Seq(EncoderDecoder):
     """Shape 2: an encoder, then a decoder with cross-attention that is written once."""
 
-    def graph(self) -> Graph:
-        memory = Port("memory", "float32", ("S", VOCAB), "packed")
-        size = Port("size", "int64", (), "stacked")
-        decoder = NodeSpec(
-            "decoder",
-            (
-                Entry("prime", (memory,), (size,), resources=("cross",)),
-                Entry(
-                    inputs=(IDS, size), outputs=(TOKEN,), chunk="ids", resources=("kv", "positions", "cross", "sampler")
-                ),
-            ),
-        )
-        call = Call("decoder", outputs={"token": "token"}, emit={"token": "text"})
-        decode_walk = Seq(
-            Call("decoder", inputs={"ids": "start", "size": "size"}, outputs=call.outputs, emit=call.emit),
-            Loop(
-                Call("decoder", inputs={"ids": "token", "size": "size"}, outputs=call.outputs, emit=call.emit),
-                TokenStop("token"),
-            ),
-        )
-        encode_walk = Seq(
-            Call("encoder", inputs={"ids": "prompt"}, outputs={"memory": "memory"}),
-            Call("decoder", "prime", {"memory": "memory"}, {"size": "size"}),
-        )
-        return Graph(
-            nodes=(NodeSpec("encoder", (Entry(inputs=(IDS,), outputs=(memory,)),)), decoder),
-            walks={"encode": encode_walk, "decode": decode_walk},
-            partitions=(Partition("main", ("encode", "decode")),),
-            streams=(TEXT,),
-            inputs=(PROMPT, Port("start", "int64", ("T",), "packed")),
-        )
-
-    def resources(self) -> Mapping[str, ResourceSpec]:
-        cross = CrossKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, max_tokens=64, dtype="float32")
-        return {"kv": KV, "positions": Positions(), "cross": cross, "sampler": Sampler(vocab=VOCAB)}
+    def facts(self) -> EncoderDecoderFacts:
+        return EncoderDecoderFacts(replace(PROMPT, shape=("S",)), MEMORY, max_memory=64, decoder=SHAPE)
 
     def build(self, node: str) -> Node:
         return MemoryEncoder() if node == "encoder" else CrossDecoder()
-
-    def demand(self, request: EngineRequest) -> Iterable[Demand]:
-        yield Demand("kv", tokens=1 + request.sampling["sampler"].max_tokens)
-        yield Demand("cross", tokens=len(request.inputs["prompt"]))
 
 
 # --- shape 8

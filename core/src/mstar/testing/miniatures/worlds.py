@@ -10,23 +10,21 @@ from torch import Tensor
 
 from mstar.nn.model import Demand, Model, Outcome, Run
 from mstar.nn.node import Node, Step
+from mstar.patterns.denoise import DenoiseFacts, DenoiseLoop
 from mstar.spec.graph import (
     CLIENT,
     Call,
-    Const,
     EndOf,
     Entry,
     Graph,
     Index,
     Loop,
     NodeSpec,
-    Par,
     Param,
     Partition,
     Port,
     Pull,
     Seq,
-    Source,
     Stream,
     Times,
 )
@@ -37,6 +35,7 @@ from mstar.testing.miniatures.text import (
     IDS,
     KV,
     PROMPT,
+    SHAPE,
     TEXT,
     TOKEN,
     SumNode,
@@ -48,7 +47,6 @@ from mstar.testing.miniatures.text import (
 
 __all__ = ["Denoise", "Policy", "Rollout", "Unified", "World"]
 
-FLAG = Port("flag", "float32", (), "stacked")
 IMAGE = Stream("image", "main", CLIENT, Port("image", "float32", ("H", "W", 3), "stacked"), "image")
 
 
@@ -59,110 +57,52 @@ IMAGE = Stream("image", "main", CLIENT, Port("image", "float32", ("H", "W", 3), 
 class Dit(Node):
     """Reads the prompt into KV once per guidance branch, then predicts a velocity from latent and frozen context."""
 
-    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+    def read(self, step: Step, ids: Tensor) -> dict[str, Any]:
         return {"seen": context_sums(step, ids)[step.last]}
 
-    def velocity(self, step: Step, latent: Tensor, seen: Tensor, flag: Tensor) -> dict[str, Any]:
+    def velocity(
+        self, step: Step, latent: Tensor, seen: Tensor, branch: Tensor, index: Tensor, steps: Tensor
+    ) -> dict[str, Any]:
         probe = torch.zeros(latent.shape[0], 1, VOCAB)
         # One probe token per row: its own value counts for nothing, the frozen context's mean for the rest.
         mean = step["kv"].attend(0, probe, probe, probe)[:, 0]
         total = (mean * (step["positions"].positions + 1)[:, None]) @ torch.arange(VOCAB, dtype=torch.float32)
-        drive = total * flag / VOCAB + seen * 0
-        return {"v": latent * 0.5 - drive.view(-1, *[1] * (latent.ndim - 1))}
+        drive = total / (1 + branch) / VOCAB + seen * 0
+        return {"velocity": latent * 0.5 - drive.view(-1, *[1] * (latent.ndim - 1))}
 
-
-class Stepper(Node):
-    def forward(
-        self, step: Step, latent: Tensor, cond: Tensor, uncond: Tensor, scale: Tensor, steps: Tensor, index: Tensor
+    def update(
+        self,
+        step: Step,
+        latent: Tensor,
+        cond: Tensor,
+        uncond: Tensor,
+        index: Tensor,
+        steps: Tensor,
+        guidance: Tensor,
     ) -> dict[str, Any]:
-        """One Euler step of size 1/steps; the last one also gives the picture."""
+        """One Euler step of size 1/steps."""
         shape = (-1, *[1] * (latent.ndim - 1))
-        guided = uncond + scale.view(shape) * (cond - uncond)
+        guided = uncond + guidance.view(shape) * (cond - uncond)
         return {"latent": latent - guided / steps.view(shape)}
 
-    def picture(self, step: Step, latent: Tensor) -> dict[str, Any]:
+
+class Picture(Node):
+    def forward(self, step: Step, latent: Tensor) -> dict[str, Any]:
         return {"image": latent.clamp(0, 255).round()}
 
 
-class Denoise(Model):
+class Denoise(DenoiseLoop):
     """Shape 9: a denoise loop with guidance branches; requests at different steps share a step."""
 
-    def graph(self) -> Graph:
-        latent, v = Port("latent", "float32", ("H", "W", 3), "stacked"), Port("v", "float32", ("H", "W", 3), "stacked")
-        seen = Port("seen", "int64", (), "stacked")
-        dit = NodeSpec(
-            "dit",
-            (
-                Entry(inputs=(IDS,), outputs=(seen,), chunk="ids", resources=("kv", "positions")),
-                Entry(
-                    "velocity",
-                    (latent, seen, FLAG),
-                    (v,),
-                    resources=("kv", "positions"),
-                    frozen=("kv", "positions"),
-                ),
-            ),
-        )
-        scalars = (Port("scale", "float32", (), "stacked"), Port("steps", "float32", (), "stacked"))
-        stepper = NodeSpec(
-            "stepper",
-            (
-                Entry(
-                    inputs=(
-                        latent,
-                        Port("cond", "float32", ("H", "W", 3), "stacked"),
-                        Port("uncond", "float32", ("H", "W", 3), "stacked"),
-                        *scalars,
-                        Port("index", "int64", (), "stacked"),
-                    ),
-                    outputs=(latent,),
-                ),
-                Entry("picture", (latent,), (Port("image", "float32", ("H", "W", 3), "stacked"),)),
-            ),
-        )
+    def facts(self) -> DenoiseFacts:
+        latent = Port("latent", "float32", ("H", "W", 3), "stacked")
+        return DenoiseFacts(latent, Port("seen", "int64", (), "stacked"), IMAGE, kv=SHAPE)
 
-        def read(context: str, source: str) -> Call:
-            return Call("dit", inputs={"ids": source}, outputs={"seen": f"seen_{context}"}, context=context)
-
-        def branch(context: str, flag: float) -> Call:
-            inputs: dict[str, Source] = {"latent": "latent", "seen": f"seen_{context}", "flag": Const(flag)}
-            return Call("dit", "velocity", inputs, {"v": f"v_{context}"}, context=context)
-
-        update = Call(
-            "stepper",
-            inputs={
-                "latent": "latent",
-                "cond": "v_cond",
-                "uncond": "v_uncond",
-                "scale": Param("guidance"),
-                "steps": Param("steps"),
-                "index": Index(),
-            },
-            outputs={"latent": "latent"},
-        )
-        loop = Loop(Seq(Par(branch("cond", 1.0), branch("uncond", 0.5)), update), Times(Param("steps")))
-        walk = Seq(
-            Par(read("cond", "prompt"), read("uncond", "negative")),
-            loop,
-            Call("stepper", "picture", {"latent": "latent"}, emit={"image": "image"}),
-        )
-        return Graph(
-            nodes=(dit, stepper),
-            walks={"paint": walk},
-            partitions=(Partition("main", ("paint",)),),
-            streams=(IMAGE,),
-            inputs=(PROMPT, Port("negative", "int64", ("T",), "packed"), latent),
-        )
-
-    def resources(self) -> Mapping[str, ResourceSpec]:
-        return {"kv": KV, "positions": Positions()}
+    def latent_tokens(self, request: EngineRequest) -> int:
+        return 1
 
     def build(self, node: str) -> Node:
-        return Dit() if node == "dit" else Stepper()
-
-    def demand(self, request: EngineRequest) -> Iterable[Demand]:
-        yield Demand("kv", "cond", len(request.inputs["prompt"]) + 1)
-        yield Demand("kv", "uncond", len(request.inputs["negative"]) + 1)
+        return Dit() if node == "denoiser" else Picture()
 
 
 # --- shape 10

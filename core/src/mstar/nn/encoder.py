@@ -1,0 +1,35 @@
+"""A transformer encoder out of the decoder's layers: each token sees its whole input, before and after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.nn.decoder import DecoderStack
+from mstar.nn.node import Step
+
+__all__ = ["EncoderStack"]
+
+
+class _BothWays:
+    """A ragged-attention view where the layers expect a KV cache's."""
+
+    def __init__(self, view: Any):
+        self._view = view
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._view.attend(q, k, v)  # type: ignore[no-any-return]
+
+
+class EncoderStack(DecoderStack):
+    """Embedding, layers and final norm of an encoder with rotary positions; weights as :class:`DecoderStack`'s."""
+
+    def encode(self, step: Step, x: Tensor, attention: Any) -> Tensor:
+        """*x*: embedded items ``[N, hidden]``, packed as *step* says; overwritten. *attention*: the step's view of a
+        ``ragged_attention`` resource. Returns ``[N, hidden]``, normalised."""
+        lengths = torch.tensor(step.lengths, device=x.device)
+        starts = step.offsets[:-1].repeat_interleave(lengths)
+        positions = torch.arange(x.shape[0], device=x.device) - starts
+        return self.norm(self(x, positions, _BothWays(attention)))  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""New families: the files that ``mstar plugin new`` writes."""
