@@ -55,16 +55,23 @@ def environment(requirements):
     python = os.path.join(
         folder, "Scripts" if os.name == "nt" else "bin", "python.exe" if os.name == "nt" else "python"
     )
+    unfinished = os.path.join(folder, "mstar-unfinished")
+    if os.path.exists(unfinished):
+        say("an earlier installation was interrupted: starting again")
+        shutil.rmtree(folder)  # pip takes a half-installed package for a whole one
     if not os.path.exists(python):
         _create(folder, python)
     stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements))
     if not os.path.exists(stamp):
+        with open(unfinished, "w"):
+            pass
         _install(python, ["--upgrade", "pip"], "pip")
         _install(python, [TORCH], TORCH + " (a large download, once)")
         editable = [word for package in PACKAGES for word in ("-e", os.path.join(ROOT, *package.split("/")))]
         _install(python, [TORCH] + editable + requirements, "M* and what it needs")
         with open(stamp, "w"):
             pass
+        os.remove(unfinished)
     return python
 
 

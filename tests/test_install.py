@@ -53,7 +53,7 @@ def test_the_wheel_is_complete(name: str, tmp_path: Path) -> None:
     wanted = {
         str(path.relative_to(ROOT / folder / "src"))
         for path in (ROOT / folder / "src" / module).rglob("*")
-        if path.suffix in (".py", ".yaml", ".typed")
+        if path.suffix in (".py", ".yaml", ".typed", ".txt", ".md") and "__pycache__" not in path.parts
     }
     assert held == wanted
 

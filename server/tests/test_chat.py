@@ -432,3 +432,13 @@ async def test_a_familys_adapter_wins_over_the_servers(kit, chat, monkeypatch):
         assert (await client.post(URL, json=chat())).status_code == 200
         assert (await client.post(URL, json=chat(model="other"))).status_code == 200
     assert (service.tasks[0].stop, other.tasks[0].stop) == (("!",), ())
+
+
+async def test_more_choices_than_can_ever_run_are_refused(kit, chat):
+    service = kit.Service(kit.HELLO)
+    service.limits = {"max_concurrent_requests": 2, "max_queue": 1}
+    async with kit.client(service) as client:
+        reply = await client.post(URL, json=chat(n=4))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+        assert "at most 3" in reply.json()["error"]["message"]
+        assert (await client.post(URL, json=chat(n=3))).status_code == 200

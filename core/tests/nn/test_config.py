@@ -70,6 +70,9 @@ def test_windows() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"num_key_value_heads": 2}, "num_attention_heads 9 is no multiple of num_key_value_heads 2"),
         ({"head_dim": 63}, "head_dim 63 is odd"),
+        ({"hidden_size": "x"}, "hidden_size is 'x'; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number of at least 1"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         (

@@ -173,6 +173,15 @@ async def test_a_full_queue_is_too_busy_before_the_first_delta() -> None:
         await holder.aclose()
 
 
+async def test_a_bare_next_in_a_processor_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        monkeypatch.setattr(service.processor, "prepare", lambda task, request_id: next(iter(())))
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await asyncio.wait_for(service.generate(counting(5)), 10)
+        monkeypatch.undo()
+        assert await text(await service.generate(counting(2))) == "0 1 "
+
+
 async def test_more_requests_than_can_wait_are_refused_at_once() -> None:
     async with running(max_concurrent_requests=1, scheduler={"max_queue": 1}) as service:
         held = [await service.generate(live()) for _ in range(2)]

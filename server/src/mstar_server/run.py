@@ -83,7 +83,10 @@ def bind(options: ServerOptions) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise SetupError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+        raise SetupError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror}; "
+            "--port N takes another port, 0 any free one"
+        ) from None
     return listener
 
 
@@ -107,6 +110,7 @@ async def _drain(app: FastAPI, services: Mapping[str, Service], server: _Server,
     """Refuse what is new and wait for what runs: at most *seconds*, or until a second signal."""
     state: ServerState = app.state.mstar
     state.draining = True
+    log.info("stopping: running requests may go on for %g s; Ctrl-C again stops at once", seconds)
     draining = asyncio.gather(
         *(service.drain(seconds) for service in services.values() if service.phase.name == "ready")
     )

@@ -39,7 +39,10 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         print(f"mstar {mstar.__version__}")
         return 0
     settings = Settings.from_env(environ)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(
+        max(logging.WARNING, logging.getLogger().level)
+    )  # it tells our own story twice
     plugins = load_plugins(settings, remember=True)
     commands = collect(plugins)
     if not words or words[0] in ("--help", "-h", "help"):

@@ -141,10 +141,7 @@ class RequestRun:
 
     def _client_items(self, stream: InnerStream, data: Any) -> Tensor:
         port, name = stream.spec.port, stream.spec.name
-        try:
-            items = as_tensor(data, port, self.device, self.dtype)
-        except (TypeError, ValueError) as error:
-            raise RequestError(f"stream {name!r} takes arrays of {port.dtype}: {error}", param=name) from error
+        items = as_tensor(data, port, self.device, self.dtype, name)
         if not items.ndim or not _fits(tuple(items.shape[1:]), port.shape):
             raise RequestError(
                 f"stream {name!r} takes items of shape {port.shape}, got an array of shape {tuple(items.shape)}",

@@ -66,16 +66,17 @@ def torch_dtype(name: str, model: torch.dtype) -> torch.dtype:
     return model if name == "model" else getattr(torch, name)
 
 
-def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype) -> Tensor:
+def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype, name: str | None = None) -> Tensor:
     """A request's input as a tensor of *port*'s dtype on *device*. Shares memory with *array* where it can.
 
-    Raises :class:`RequestError` for what is no array.
+    Raises :class:`RequestError` for what is no array; *name* is what the client calls it, if not the port's name.
     """
+    name = name or port.name
     try:
         tensor = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"{port.name!r} takes an array, got a {type(array).__name__}: {error}"
-        raise RequestError(message, param=port.name) from None
+        message = f"{name!r} takes an array, got a {type(array).__name__}: {error}"
+        raise RequestError(message, param=name) from None
     return tensor.to(device=device, dtype=torch_dtype(port.dtype, model))
 
 

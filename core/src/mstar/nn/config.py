@@ -102,20 +102,20 @@ class DecoderConfig:
         if config.get("quantization_config"):
             raise SetupError("config.json: quantization_config is set, but quantised weights are not supported")
         hidden, heads, layers = (
-            int(_need(config, key)) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+            _size(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
         family = _FAMILIES[model_type]
         attention_bias = bool(config.get("attention_bias", False))
         activation = str(config.get("hidden_act", "silu"))
         return cls(
-            vocab=int(_need(config, "vocab_size")),
+            vocab=_size(config, "vocab_size"),
             hidden=hidden,
             layers=layers,
             heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(_need(config, "intermediate_size")),
-            max_positions=int(_need(config, "max_position_embeddings")),
+            kv_heads=_size(config, "num_key_value_heads", heads),
+            head_dim=_size(config, "head_dim", hidden // heads),
+            intermediate=_size(config, "intermediate_size"),
+            max_positions=_size(config, "max_position_embeddings"),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             activation=_ACTIVATION_ALIASES.get(activation, activation),
             rope=_rope(config),
@@ -145,6 +145,16 @@ def read_config(folder: Path | None) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise WeightsError(f"{path} holds {type(config).__name__}, not an object")
     return config
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number of at least 1; *default* where the key is missing or null."""
+    value = config.get(key)
+    if value is None:
+        value = default if default is not None else _need(config, key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SetupError(f"config.json: {key} is {value!r}; it must be a whole number of at least 1")
+    return value
 
 
 def _need(config: Mapping[str, Any], key: str) -> Any:

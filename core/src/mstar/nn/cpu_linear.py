@@ -140,7 +140,7 @@ def _seconds(dtype: torch.dtype) -> tuple[float, float | None]:
                 times = _best(ways, _random((rows, size), dtype))
                 plain, packed = plain + times[0], packed + times[-1]
     found = f"prepacked {packed * 1e3:.2f} ms" if fault is None else f"no prepacked weights ({fault})"
-    log.info("CPU linear layers in %s: F.linear %.2f ms, %s", dtype, plain * 1e3, found)
+    log.debug("CPU linear layers in %s: F.linear %.2f ms, %s", dtype, plain * 1e3, found)
     return plain, None if fault is not None else packed
 
 

@@ -182,7 +182,7 @@ class Service:
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:
             raise NotReady(f"the model {self.spec.key!r} has been stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _no_stop_iteration, function, *arguments)
 
     # --- from the executor -------------------------------------------------------------------------------------------
 
@@ -202,6 +202,15 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+
+
+def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:
+    """Call *function*. A bare ``next()`` in a processor may raise StopIteration, which no future can carry: whoever
+    awaited it would wait for ever."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{function.__qualname__} raised StopIteration") from error
 
 
 def open_service(

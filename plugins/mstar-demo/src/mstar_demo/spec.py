@@ -46,7 +46,11 @@ SMOLLM2 = ModelSpec(
     knobs=SmolLM2Knobs,
     abilities=("chat", "completion", "generate"),
     # enough for 32 answers of the default length; in bfloat16 about 1 GB when full, nothing before it is used
-    deployment={"max_concurrent_requests": 32, "resources": {"kv": {"tokens": 40_960}}},
+    deployment={
+        "max_concurrent_requests": 32,
+        "resources": {"kv": {"tokens": 40_960}},
+        "model_kwargs": {"default_max_tokens": 512},
+    },
     size=269_060_552,
     tiny="mstar_demo.tiny:write_smollm2",
 )

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar import __version__
+from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import TextDelta
 from mstar.spec.tasks import Task
@@ -45,6 +46,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
     else:
         tasks = adapter.tasks(body)
+    _check_choices(service, len(tasks))
     head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.spec.key, fingerprint(service.spec))
     token_bytes = token_bytes_of(service.processor) if body.logprobs else None
     if not body.stream:
@@ -54,6 +56,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     chunks = ChatChunks(head, usage, token_bytes)
     stream = _stream(merged, chunks, usage, state.options.keepalive_s)
     return EventStream(stream, "text/event-stream", merged.close)
+
+
+def _check_choices(service: Service, choices: int) -> None:
+    """More choices than the model can ever hold at once would be "too busy" for ever."""
+    limits = service.limits
+    most = limits.get("max_concurrent_requests", choices) + limits.get("max_queue", 0)
+    if choices > most:
+        raise RequestError(f"'n' is {choices}; this server takes at most {most} choices at once", param="n")
 
 
 def fingerprint(spec: ModelSpec) -> str:

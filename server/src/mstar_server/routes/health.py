@@ -35,7 +35,9 @@ async def ready(request: Request) -> Response:
     waiting = ", ".join(f"{key}: {phase['phase']}" for key, phase in phases.items() if phase["phase"] != "ready")
     error = NotReady("the server is shutting down" if state.draining else f"not ready ({waiting})", retry_after=1.0)
     response = error_response(error)
-    body = {"status": "draining" if state.draining else "starting", "models": phases, **error_object(error)}
+    failed = any(phase["phase"] == "failed" for phase in phases.values())
+    status = "draining" if state.draining else "failed" if failed else "starting"
+    body = {"status": status, "models": phases, **error_object(error)}
     return JSONResponse(body, 503, {"Retry-After": response.headers["Retry-After"]})
 
 
