@@ -213,11 +213,12 @@ def _program(name: str) -> str:
     return str(beside) if beside.exists() else shutil.which(name) or name
 
 
-def _mstar(weights: Path, port: int) -> list[str]:
-    return [
-        *(_program("mstar"), "serve", "smollm2"),
-        *("--device", "cpu", "--weights", str(weights), "--host", "127.0.0.1", "--port", str(port)),
-    ]
+def _mstar(*options: str) -> Callable[[Path, int], list[str]]:
+    def command(weights: Path, port: int) -> list[str]:
+        where = ("--device", "cpu", "--weights", str(weights), "--host", "127.0.0.1", "--port", str(port))
+        return [_program("mstar"), "serve", "smollm2", *where, *options]
+
+    return command
 
 
 def _transformers(*options: str) -> Callable[[Path, int], list[str]]:
@@ -231,14 +232,16 @@ def _transformers(*options: str) -> Callable[[Path, int], list[str]]:
 # An end token that no vocabulary has: the answers run to max_tokens, as ours do with ignore_eos. do_sample must be said
 # again, since this replaces the model's generation config.
 _NO_END = {"generation_config": json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})}
+_OURS = "needed: pip install mstar-core mstar-demo"
 _SERVING = 'needed: pip install "transformers[serving]" accelerate'
 
 CONTESTANTS: Mapping[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
+        Contestant("mstar", _mstar(), "/health/ready", {"ignore_eos": True}, lambda weights: "smollm2", _OURS),
         Contestant(
-            "mstar", _mstar, "/health/ready", {"ignore_eos": True}, lambda weights: "smollm2",
-            "needed: pip install mstar-core mstar-demo",
+            "mstar-bf16", _mstar("--dtype", "bfloat16"), "/health/ready", {"ignore_eos": True},
+            lambda weights: "smollm2", _OURS,
         ),
         Contestant("transformers", _transformers(), "/health", _NO_END, str, _SERVING),
         Contestant(
@@ -246,4 +249,5 @@ CONTESTANTS: Mapping[str, Contestant] = {
         ),
     )
 }  # fmt: skip
-"""By name: ours, ``transformers serve``, and that with its continuous batching."""
+"""By name: ours in its default dtype (float32) and in that of the weights, which the others use; ``transformers
+serve``, and that with its continuous batching."""
