@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -144,10 +145,18 @@ def _closure(distributions: Iterable[str]) -> Iterator[str]:
         seen.add(name)
         if name not in OURS:
             yield name
-        for line in importlib.metadata.requires(name) or ():
+        for line in _requires(name):
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 left.append(requirement.name)
+
+
+def _requires(name: str) -> list[str]:
+    """Requirements of *name*; of ours what the checkout says, which an editable installation may not know yet."""
+    if name not in OURS:
+        return importlib.metadata.requires(name) or []
+    project = tomllib.loads((ROOT / OURS[name] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(project["dependencies"])
 
 
 def _run(command: list[str], environ: dict[str, str] | None = None, cwd: Path | None = None) -> str:
