@@ -34,7 +34,7 @@ _SERVER = re.compile(r"http://[\d.]+:\d+")
 
 @dataclass(frozen=True)
 class Block:
-    """One block. *line*: of its first line in the page. *file*: named above it. *mark*: what a comment above it says."""
+    """One block. *line*: where it begins in the page. *file*: named above it. *mark*: what a comment above it says."""
 
     line: int
     language: str

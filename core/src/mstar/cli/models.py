@@ -12,7 +12,7 @@ from mstar.cli.output import bytes_in_words, note, print_json, table
 from mstar.registry import RegisteredModel
 from mstar.spec.model import ModelSpec
 
-__all__ = ["register", "weights_folder"]
+__all__ = ["needs_weights", "register", "weights_folder"]
 
 
 def register(commands: Commands) -> None:

@@ -234,12 +234,11 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         try:
             model = build.make_model(spec, checked.weights, deployment, device, dtype)
         except WeightsError as error:
-            if checked.weights is not None:
+            if checked.weights is not None or not spec.weights:
                 raise
-            fetch = f"`mstar download {spec.key}` fetches them; or " if spec.weights else ""
             raise WeightsError(
-                f"{error}. Its configuration stands beside its weights, which are not on this machine: {fetch}give a "
-                "folder that holds config.json with --weights DIR"
+                f"{error}. Its configuration stands beside its weights, which are not on this machine: "
+                f"`mstar download {spec.key}` fetches them; or give a folder that holds config.json with --weights DIR"
             ) from None
         graph = model.graph()
         declared, faults = build.declared_resources(model, deployment)
