@@ -87,7 +87,7 @@ STATIC: dict[str, dict[str, str]] = {
     "silent": {"test_graph": "stream 'text'", "test_it_loads": "stream 'text'"},
     "wrong_dtype": {
         "test_nodes_return_what_their_ports_say": "node 'lm' entry 'forward': port 'mean' is declared float32, the "
-        "returned float64"
+        "node returned float64"
     },
     "wrong_shape": {
         "test_nodes_return_what_their_ports_say": "port 'mean' is declared (rows, ), the node returned shape"
