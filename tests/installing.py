@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,18 +137,27 @@ class Environment:
 
 def _closure(distributions: Iterable[str]) -> Iterator[str]:
     """All that *distributions* require, directly or not, except our own distributions."""
-    seen, left = set(), list(distributions)
+    seen: set[tuple[str, str]] = set()  # a distribution and one of its extras, "" for the plain one
+    left = [(name, "") for name in distributions]
     while left:
-        name = canonicalize_name(left.pop())
-        if name in seen:
+        name, extra = left.pop()
+        name = canonicalize_name(name)
+        if (name, extra) in seen:
             continue
-        seen.add(name)
-        if name not in OURS:
+        if name not in OURS and not any(name == other for other, _ in seen):
             yield name
-        for line in importlib.metadata.requires(name) or ():
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                left.append(requirement.name)
+        seen.add((name, extra))
+        for requirement in map(Requirement, _requires(name, extra)):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                left += [(requirement.name, wanted) for wanted in ("", *requirement.extras)]
+
+
+def _requires(name: str, extra: str) -> list[str]:
+    """Requirements of *name*; of ours what the checkout says, which an editable installation may not know yet."""
+    if name not in OURS:
+        return importlib.metadata.requires(name) or []
+    project = tomllib.loads((ROOT / OURS[name] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(project["optional-dependencies"][extra] if extra else project["dependencies"])
 
 
 def _run(command: list[str], environ: dict[str, str] | None = None, cwd: Path | None = None) -> str:

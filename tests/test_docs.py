@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from mstar.nn.model import Model, Run
+from mstar.scaffold.names import Names
+from mstar.scaffold.write import write_package
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.resources import PagedKV, Sampler
@@ -27,10 +29,20 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @PAGE
-def test_every_file_that_is_named_exists(page: Path) -> None:
+def test_every_file_that_is_named_exists(page: Path, tmp_path: Path) -> None:
+    bases = [*BASES, page.parent]
+    if page.name == "write-a-family.md":  # it is about the reader's package, and makes one more file there
+        bases += package_of_the_tutorial(tmp_path)
     named = re.findall(r"`([\w./-]+\.(?:py|md|toml))`", page.read_text(encoding="utf-8"))
-    missing = [name for name in named if not any((base / name).is_file() for base in [*BASES, page.parent])]
+    missing = [name for name in named if not any((base / name).is_file() for base in bases)]
     assert missing == []
+
+
+def package_of_the_tutorial(folder: Path) -> list[Path]:
+    names = Names("mstar-translator", "mstar_translator", "translator", "translator", "Translator")
+    write_package(folder / "package", names, "encoder-decoder")
+    (folder / "package" / "ask.py").touch()
+    return [folder / "package", folder / "package" / "src" / "mstar_translator"]
 
 
 @PAGE
@@ -38,6 +50,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
     assert missing == []
+
+
+def test_the_index_links_every_page() -> None:
+    text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert len(pages) > 10
+    assert [page for page in sorted(pages) if f"]({page})" not in text] == []
 
 
 def test_the_architecture_page_names_every_folder_of_the_core() -> None:

@@ -29,6 +29,7 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
+    from mstar.cli.models import needs_weights
     from mstar.licences import check_licence
     from mstar.weights.progress import progress_bar
     from mstar.weights.sources import SourceContext, resolve_weights
@@ -41,7 +42,8 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
         source = SourceContext.of(settings, say=note, progress=progress)
         folder = resolve_weights(spec, arguments.weights, registry.weight_source, source)
     if folder is None:
-        note(f"the model {spec.key!r} has no weights to fetch")
+        where = "; name a folder or a Hub id with --weights" if needs_weights(spec) else ""
+        note(f"the model {spec.key!r} has no published weights to fetch{where}")
     size = 0 if folder is None else _size(folder)
     if arguments.json:
         print_json({"key": spec.key, "folder": None if folder is None else str(folder), "size": size})

@@ -10,8 +10,9 @@ from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, note, print_json, table
 from mstar.registry import RegisteredModel
+from mstar.spec.model import ModelSpec
 
-__all__ = ["register", "weights_folder"]
+__all__ = ["needs_weights", "register", "weights_folder"]
 
 
 def register(commands: Commands) -> None:
@@ -45,6 +46,11 @@ def weights_folder(key: str, context: Context) -> Path | None:
     return present_weights(context.registry.model(key), None, sources, SourceContext.of(context.settings))
 
 
+def needs_weights(spec: ModelSpec) -> bool:
+    """Whether *spec*'s model has weights at all: published ones, or a tiny checkpoint that stands for them."""
+    return bool(spec.weights) or spec.tiny is not None
+
+
 def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
     spec = model.spec
     folder = weights_folder(spec.key, context)
@@ -55,7 +61,7 @@ def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
         "plugin": model.plugin.name,
         "plugin_version": model.plugin.version,
         "weights": [{"source": w.source, "id": w.id, "revision": w.revision} for w in spec.weights],
-        "weights_present": folder is not None or not spec.weights,
+        "weights_present": folder is not None or not needs_weights(spec),
         "weights_folder": None if folder is None else str(folder),
         "size": spec.size,
         "licence": {
@@ -72,7 +78,10 @@ def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
 
 
 def _row(fact: dict[str, Any]) -> tuple[str, ...]:
-    weights = "none needed" if not fact["weights"] else "present" if fact["weights_present"] else "not yet"
+    if fact["weights_present"]:
+        weights = "none needed" if fact["weights_folder"] is None else "present"
+    else:
+        weights = "not yet" if fact["weights"] else "give --weights"
     return (
         fact["key"],
         fact["family"],

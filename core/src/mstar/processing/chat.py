@@ -68,7 +68,7 @@ class TextProcessor(Processor):
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
         if context.weights is None:
-            raise SetupError(f"{context.spec.key}: a text model needs its folder for the tokenizer")
+            raise SetupError(f"{context.spec.key}: this model needs weights; name a folder or a Hub id with --weights")
         self.tokenizer = TextTokenizer(context.weights)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, context.model_kwargs)
 

@@ -234,7 +234,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         try:
             model = build.make_model(spec, checked.weights, deployment, device, dtype)
         except WeightsError as error:
-            if checked.weights is not None:
+            if checked.weights is not None or not spec.weights:
                 raise
             raise WeightsError(
                 f"{error}. Its configuration stands beside its weights, which are not on this machine: "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Annotated, Any, TypeVar, get_args
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -121,6 +122,9 @@ def _code(fault: Any) -> str:
 def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown parameter {name!r}{nearest(name, cls.model_fields)}"
+    choices = _choices(cls.model_fields[name].annotation) if name in cls.model_fields else []
+    if choices and fault["type"] in ("literal_error", "enum"):
+        return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"
     context = fault.get("ctx", {})
     valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
     message = f"{name!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}, got {str(fault['input'])[:80]!r}"
@@ -129,3 +133,19 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
         if "lt" in context:
             message = message.replace("value is ", "value is just below ")
     return message
+
+
+def _nearest_choice(value: Any, choices: list[Any]) -> str:
+    numbers = [choice for choice in choices if isinstance(choice, int | float)]
+    if numbers and isinstance(value, int | float):
+        return f"; the nearest valid value is {min(numbers, key=lambda number: abs(number - value))}"
+    return nearest(str(value), map(str, choices))
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The values of a ``Literal`` or an ``Enum``, also inside a union."""
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return [member.value for member in annotation]
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [choice for inner in get_args(annotation) for choice in _choices(inner)]
