@@ -127,10 +127,24 @@ def launch(
     return child
 
 
+_SPINS = "10000"
+"""How often an idle OpenMP thread looks for work before it sleeps (libgomp; its own default is far more).
+
+A step is hundreds of short parallel regions. With the default, one busy neighbour on two cores makes each of them wait
+for a thread that was preempted while it spun: a token took 980 ms instead of 31. With twice this bound it took 119, and
+on an idle machine no longer than before (benchmarks/NOTES.md)."""
+
+
 def _environment(config: WorkerConfig) -> dict[str, str]:
-    """The child's environment: ours, with the deployment's thread count where OpenMP and MKL look for it."""
+    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, and the
+    deployment's thread count where OpenMP and MKL look for it."""
     threads = config.deployment.engine.threads
-    return {**os.environ, **({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {})}
+    waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
+    return {
+        **waiting,
+        **os.environ,
+        **({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {}),
+    }
 
 
 class Child:
