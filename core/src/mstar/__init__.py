@@ -17,8 +17,21 @@ __all__ = ["hookimpl", "load"]
 __version__ = "0.1.0"
 
 
-def load(key: str, **options: Any) -> Local:
-    """Load a model into this process. See :func:`mstar.runtime.local.load` for the options."""
+def load(
+    key: str,
+    *,
+    weights: str | None = None,
+    config: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> Local:
+    """Load a model into this process and return it when it is ready.
+
+    :param weights: a folder in the published layout, or ``HUB_ID[@REVISION]``. :param config: a deployment file.
+    :param device: ``cpu``, ``cuda`` or ``cuda:N``. :param dtype: ``float32``, ``bfloat16`` or ``float16``.
+    :param options: ``executor`` and every field of the deployment file; see :func:`mstar.runtime.local.load`.
+    """
     from mstar.runtime.local import load as load_local
 
-    return load_local(key, **options)
+    return load_local(key, weights=weights, config=config, device=device, dtype=dtype, **options)

@@ -15,7 +15,7 @@ from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContex
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
 from mstar.spec import resources as specs
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
 
 __all__ = ["PagedKV", "PagedView"]
@@ -100,8 +100,16 @@ class PagedKV(Resource):
         return self.pool.pages
 
     def reserve(self, owner: Owner, units: int) -> bool:
-        if units > self._tables.shape[1]:
-            raise IntegrityError(f"{units} pages asked for {owner} but a context may hold {self._tables.shape[1]}")
+        held, most = self.pool.held(owner), self._tables.shape[1]
+        if units > most:
+            raise IntegrityError(f"{units} pages asked for {owner} but a context may hold {most}")
+        if self.pool.units(held) + units > most:
+            raise RequestError(
+                f"the session holds {held} tokens of {self.name!r}; with this request it could grow past the "
+                f"{self.spec.max_tokens} that one context may hold; begin a new session or ask for less",
+                param="session",
+                code="context_length_exceeded",
+            )
         known = owner in self._lines
         if not self._lines.reserve(owner):
             return False

@@ -192,6 +192,11 @@ class PagePool:
             if self.prefix_cache:
                 self._register(context)
 
+    def held(self, owner: Owner) -> int:
+        """Committed tokens of an open owner; 0 for one that is not open."""
+        context = self._contexts.get(owner)
+        return context.length if context is not None and context.is_open else 0
+
     def length(self, owner: Owner) -> int:
         """Committed tokens."""
         return self._get(owner).length

@@ -7,7 +7,7 @@ from kv_reference import Driver, make_context
 from mstar.resources.base import IntegrityError, Owner, Row
 from mstar.resources.paged_kv import PagedKV
 from mstar.spec import resources as specs
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
 
 pytestmark = pytest.mark.usefixtures("attention_backend")
@@ -237,6 +237,18 @@ def test_a_full_pool_says_wait_and_a_session_goes_on() -> None:
     resource.close(A)
     with pytest.raises(IntegrityError):
         resource.close(A)
+    resource.check([])
+
+
+def test_a_session_does_not_grow_past_what_one_context_may_hold() -> None:
+    resource = make(tokens=400)  # the pool could hold it; the context may not
+    start(resource, A, tokens=80)
+    driver(resource).step([Row(A, 80)])
+    with pytest.raises(RequestError, match="holds 80 tokens") as caught:
+        resource.reserve(A, resource.units(40))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    assert resource.reserve(A, resource.units(16))
+    resource.close(A)
     resource.check([])
 
 
