@@ -63,7 +63,8 @@ class BrokenPlugin:
 
     def __str__(self) -> str:
         said = f"plugin {self.name!r} ({self.version}) is not used: {self.reason}"
-        return f"{said}. To mend it: {self.remedy}" if self.remedy else said
+        end = "" if said.endswith((".", "?", "!")) else "."
+        return f"{said}{end} To mend it: {self.remedy}" if self.remedy else said
 
 
 class Plugins:

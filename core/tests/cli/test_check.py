@@ -90,6 +90,14 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_numbers(llama: 
     assert "one context of max_tokens=256 needs 16 pages" in fault["message"]
 
 
+def test_plugins_that_the_file_requires_and_that_are_not_there(llama: Run, tmp_path: Path) -> None:
+    file = deployment(tmp_path, "model: toy-llama\nrequired_plugins: [mstar-nowhere>=2]\n")
+    found = facts(llama, file, "--weights", str(tmp_path / "llama"))
+    (fault,) = found["faults"]
+    assert fault["key"] == "required_plugins"
+    assert "mstar-nowhere" in fault["message"]
+
+
 def test_a_gpu_that_is_not_here_does_not_matter(llama: Run, tmp_path: Path) -> None:
     file = deployment(tmp_path, "device: cuda\ndtype: bfloat16\n")
     found = facts(llama, "toy-llama", "--config", file, "--weights", str(tmp_path / "llama"))

@@ -204,7 +204,7 @@ def test_plugins(mstar: Run) -> None:
     assert "mstar_cli, mstar_models" in lines["cli_toys"]
     assert "broken" in lines["cli_toys_broken"]
     assert "mstar_models must return" in lines["cli_toys_broken"]
-    assert "cli_toys_broken: upgrade it, or tell its author" in out
+    assert "cli_toys_broken: mend the module" in out
     assert "MSTAR_BLOCK_PLUGINS=cli_toys_broken leaves it out" in out
 
 
@@ -212,7 +212,7 @@ def test_plugins(mstar: Run) -> None:
     ("code", "remedy"),
     [
         ("import a_library_that_is_missing.part", "`pip install a_library_that_is_missing`"),
-        ("from json import a_name_of_the_future", "reinstall or upgrade it"),
+        ("from json import a_name_of_the_future", "mend the module"),
     ],
 )
 def test_plugins_says_what_to_do(mstar: Run, code: str, remedy: str) -> None:
@@ -227,7 +227,7 @@ def test_plugins_says_what_to_do(mstar: Run, code: str, remedy: str) -> None:
 def test_plugins_that_are_asked_for_and_not_installed(mstar: Run) -> None:
     _, out, _ = mstar("plugins", "--json", MSTAR_PLUGINS="no-such-plugin")
     fact = next(fact for fact in json.loads(out) if fact["name"] == "no-such-plugin")
-    assert fact["remedy"] == "install it, or take its name out of MSTAR_PLUGINS"
+    assert fact["remedy"] == "install it, or take it off the list"
 
 
 def test_plugins_for_programs(mstar: Run) -> None:

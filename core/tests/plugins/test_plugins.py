@@ -123,7 +123,7 @@ def test_a_broken_plugin_is_put_aside_and_the_others_serve(site: Site, case: str
     assert isinstance(broken.error, Exception | SystemExit)
     assert str(broken).startswith("plugin 'broken' (3.1) is not used: ")
     assert broken.remedy
-    assert str(broken).endswith(f". To mend it: {broken.remedy}")
+    assert str(broken).endswith(f" To mend it: {broken.remedy}")
     assert {"good": "good_module:Runner"} in plugins.hook.mstar_engines()
 
 

@@ -122,7 +122,7 @@ def _test_folder(folder: Path) -> int:
 def _test_installed(name: str, context: Context) -> int:
     """The conformance suite on an installed plugin."""
     plugins = context.registry.plugins
-    loaded = [plugin.name for plugin in plugins.loaded]
+    loaded = [word for plugin in plugins.loaded for word in (plugin.name, plugin.distribution) if word]
     if name not in loaded:
         broken = next((f"; {plugin}" for plugin in plugins.broken if plugin.name == name), None)
         raise SetupError(f"there is no folder and no plugin {name!r}{broken or nearest(name, loaded)}")

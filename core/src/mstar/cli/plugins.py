@@ -66,15 +66,10 @@ def _traceback(error: BaseException | None) -> str | None:
 
 def remedy(plugin: BrokenPlugin) -> str:
     """What to type or to change so that *plugin* works, or stops to be mentioned."""
-    error: BaseException | None = plugin.error
-    if error is None:
-        return "install it, or take its name out of MSTAR_PLUGINS"
-    while error.__cause__ is not None:
+    error = plugin.error
+    while error is not None and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"`pip install {package}` (or the package that provides module {package!r}) may be all that it lacks"
-    block = f"MSTAR_BLOCK_PLUGINS={plugin.name} leaves it out"
-    if isinstance(error, ImportError):
-        return f"reinstall or upgrade it: it does not fit what is installed here; {block}"
-    return f"upgrade it, or tell its author (`mstar plugins --traceback` shows where it failed); {block}"
+    return plugin.remedy

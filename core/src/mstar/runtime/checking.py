@@ -18,6 +18,7 @@ import torch
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.model import Model
 from mstar.registry import load_object
+from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource
 from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
@@ -210,6 +211,8 @@ def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, c
     for key, (look_up, name) in lookups.items():
         with checked.stage(_place(checked.spec, config), key):
             look_up(name)
+    with checked.stage(_place(checked.spec, config), "required_plugins"):
+        require_plugins(deployment.required_plugins, registry.plugins)
 
 
 def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: Settings) -> Path | None:

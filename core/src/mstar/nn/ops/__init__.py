@@ -33,7 +33,7 @@ def cpu_kernels_fault() -> str | None:
     except Exception as error:  # numba cannot compile for this CPU, or finds no folder for what it compiled
         fault = f"numba kernels do not work here: {type(error).__name__}: {error}"
     else:
-        log.info("CPU kernels ready after %.1f s", time.perf_counter() - began)
+        log.debug("CPU kernels ready after %.1f s", time.perf_counter() - began)
         return None
     log.warning("CPU: plain torch operations are used, which decode more slowly: %s", fault)
     return fault
