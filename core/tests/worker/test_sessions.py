@@ -92,7 +92,7 @@ def test_a_conversation_goes_on_where_it_stood(remembering: Miniature) -> None:
     driver.run()
     end = driver.ended["turn 3"]
     assert isinstance(end, Failed)
-    assert (end.status, end.code, end.param) == (400, "request_too_large", "session")
+    assert (end.status, end.code, end.param) == (400, "context_length_exceeded", "session")
     assert "holds 204 tokens" in end.message
     assert pool.length(Owner("session:s")) == 204  # a refusal costs the session nothing
     driver.assert_empty()
