@@ -131,8 +131,8 @@ _SPINS = "10000"
 """How often an idle OpenMP thread looks for work before it sleeps (libgomp; its own default is far more).
 
 A step is hundreds of short parallel regions. With the default, one busy neighbour on two cores makes each of them wait
-for a thread that was preempted while it spun: a token took 980 ms instead of 31. With twice this bound it took 119, and
-on an idle machine no longer than before (benchmarks/NOTES.md)."""
+for a thread that was preempted while it spun: a token took 980 ms instead of 31. With twice this bound it took 119; on
+an idle machine this one costs 2 to 6 % of a step (benchmarks/NOTES.md)."""
 
 
 def _environment(config: WorkerConfig) -> dict[str, str]:
