@@ -152,7 +152,7 @@ def test_the_worker_keeps_no_second_copy_of_the_weights(served: Served, config: 
     status = Path(f"/proc/{worker}/status").read_text()
     peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     stored = sum(f.stat().st_size for f in Path(config.weights or "").glob("*.safetensors"))  # in bfloat16
-    assert peak <= 2 * stored + POOL_BYTES + MEMORY_MARGIN, f"{peak / 1e6:.0f} MB"
+    assert peak <= 2 * stored + POOL_BYTES + MEMORY_MARGIN, f"{peak / 1e6:.0f} MB\n{status}"
 
 
 def _worker_of(parent: int) -> int:

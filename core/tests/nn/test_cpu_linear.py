@@ -50,7 +50,7 @@ def needs_prepacking(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])
 def test_same_results_for_any_batch(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_prepacking(dtype)
-    monkeypatch.setattr(cpu_linear, "prepacked_wins", lambda dtype: True)
+    monkeypatch.setattr(cpu_linear, "prepacked_wins", lambda dtype, by: True)
     module, ids = Tiny(dtype), torch.arange(rows) % 40
     with torch.inference_mode():
         want = module(ids)
@@ -64,13 +64,23 @@ def test_same_results_for_any_batch(dtype: torch.dtype, rows: int, monkeypatch: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_originals_are_freed_unless_shared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_prepacking(dtype)
-    monkeypatch.setattr(cpu_linear, "prepacked_wins", lambda dtype: True)
+    monkeypatch.setattr(cpu_linear, "prepacked_wins", lambda dtype, by: True)
     module = Tiny(dtype)
     cpu_linear.prepare_cpu(module)
     assert module.plain.weight.numel() == module.biased.weight.numel() == 0
     assert module.head.weight is module.embed.weight
     assert module.embed.weight.shape == (40, 48)
     assert cpu_linear.prepare_cpu(module) == 0  # a second time changes nothing
+
+
+def test_a_shared_weight_is_copied_only_for_a_real_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_prepacking(torch.float32)
+    monkeypatch.setattr(cpu_linear, "_seconds", lambda dtype: (1.2, 1.0))
+    cpu_linear.prepacked_wins.cache_clear()
+    module = Tiny(torch.float32)
+    assert cpu_linear.prepare_cpu(module) == 2
+    assert module.head.product is None
+    cpu_linear.prepacked_wins.cache_clear()
 
 
 def test_without_the_private_operators_nothing_changes(fresh_probe: None, monkeypatch: pytest.MonkeyPatch) -> None:
