@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mstar.cluster.base import Executor
-from mstar.spec.errors import NotReady, RequestError, TooBusy
+from mstar.spec.errors import FamilyError, MstarError, NotReady, RequestError, TooBusy
+from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Prepared, Renderer
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
 
@@ -57,7 +58,8 @@ class Answer:
     """Iterate it for the deltas of one request; made by :meth:`mstar.runtime.service.Service.generate`.
 
     The iterator raises :class:`~mstar.spec.errors.RequestError` (:class:`TooBusy <mstar.spec.errors.TooBusy>`,
-    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails. A request whose answer nobody holds any
+    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails, and
+    :class:`~mstar.spec.errors.FamilyError` when the model's renderer does. A request whose answer nobody holds any
     more, or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled
     (by a timeout) loses nothing.
 
@@ -69,13 +71,14 @@ class Answer:
 
     def __init__(
         self,
+        spec: ModelSpec,
         prepared: Prepared,
         renderer: Renderer,
         executor: Executor,
         acks: Acks,
         prepare_push: Callable[[str, Any, str, bool], Awaitable[Push]],
     ):
-        self.id = prepared.request.id
+        self.spec, self.id = spec, prepared.request.id
         self.prompt_tokens = prepared.prompt_tokens
         self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -186,8 +189,10 @@ class Answer:
                 self._end(event, event.reason, event.usage)
             else:
                 self._render(event)
-        except BaseException:
+        except BaseException as error:
             self._leave()
+            if isinstance(error, Exception) and not isinstance(error, MstarError):
+                raise FamilyError(self.spec.key, "render an answer", self.spec.processor, error) from error
             raise
 
     def _render(self, event: Emit) -> None:

@@ -15,7 +15,7 @@ from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
 from mstar.runtime.opening import Say, find_model, prepare_config
-from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy, family_code, pinpoint
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Done, Event, Failed, Push
@@ -128,7 +128,7 @@ class Service:
         except SetupError:
             raise
         except Exception as error:
-            message = f"the processor of {self.spec.key!r} could not be loaded: {type(error).__name__}: {error}"
+            message = f"the processor of {self.spec.key!r} could not be loaded: {pinpoint(error, self.spec.processor)}"
             raise SetupError(message) from error
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Service:
         try:
             prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
             self._check_ready()
-            answer = Answer(prepared, renderer, self._executor, self._acks, self._prepare_push)
+            answer = Answer(self.spec, prepared, renderer, self._executor, self._acks, self._prepare_push)
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
         except BaseException:
@@ -172,17 +172,23 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
-        prepared = self.processor.prepare(task, request_id)
-        prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
-        return prepared, self.processor.renderer(task, prepared)
+        with family_code(self.spec.key, "prepare a request", self.spec.processor):
+            prepared = self.processor.prepare(task, request_id)
+            prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
+            return prepared, self.processor.renderer(task, prepared)
 
     async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
-        return await self._in_thread(self.processor.push, stream, part, request_id, end)
+        return await self._in_thread(self._make_push, stream, part, request_id, end)
+
+    def _make_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
+        """In a thread."""
+        with family_code(self.spec.key, "take what a client sent", self.spec.processor):
+            return self.processor.push(stream, part, request_id, end)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:
             raise NotReady(f"the model {self.spec.key!r} has been stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _no_stop_iteration, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     # --- from the executor -------------------------------------------------------------------------------------------
 
@@ -202,15 +208,6 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
-
-
-def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:
-    """Call *function*. A bare ``next()`` in a processor may raise StopIteration, which no future can carry: whoever
-    awaited it would wait for ever."""
-    try:
-        return function(*arguments)
-    except StopIteration as error:
-        raise RuntimeError(f"{function.__qualname__} raised StopIteration") from error
 
 
 def open_service(
