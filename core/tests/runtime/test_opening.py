@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from fakes import SPEC, FakeRegistry
+from pydantic import Field
 
 from mstar.cluster.child import build_registry
 from mstar.runtime.opening import prepare_config
 from mstar.runtime.service import open_service
 from mstar.settings import Settings
-from mstar.spec.errors import SetupError, WeightsError
+from mstar.spec.errors import DeploymentError, SetupError, WeightsError
+from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec, WeightsRef
 from mstar.testing.miniatures import MINIATURES
 from mstar.weights.sources import PathSource
@@ -60,6 +62,45 @@ def test_a_worker_process_has_the_plugins_of_its_parent(tmp_path: Path) -> None:
     registry = build_registry(config)
     assert set(registry.models) == {miniature.key for miniature in MINIATURES}
     assert config.block_plugins == ("other",)
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_worker_process_traces_hooks_when_its_parent_does(trace: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(plugins=(), trace_plugins=trace)
+    config = prepare_config(with_defaults(), settings, {}, OneModel(SPEC))  # type: ignore[arg-type]
+    build_registry(config)
+    assert ("hook: mstar_engines() [core]" in capsys.readouterr().err) is trace
+
+
+class Options(Knobs):
+    voice: str = Field("anna", description="Who speaks.")
+    window: int | None = Field(None, ge=1, le=64, description="Seconds.", strict=True)
+
+
+def test_a_deployments_options_are_the_models(tmp_path: Path) -> None:
+    spec = dataclasses.replace(with_defaults(model_kwargs={"voice": "bert"}), options=Options)
+    config = opened(spec, tmp_path, file="model_kwargs: {window: 8}")
+    assert config.deployment.model_kwargs == {"voice": "bert", "window": 8}
+
+
+def test_unknown_and_wrong_options_are_refused_together_before_weights_are_looked_for(tmp_path: Path) -> None:
+    spec = dataclasses.replace(with_defaults(), options=Options, weights=(WeightsRef("nowhere", "x"),))
+    with pytest.raises(DeploymentError) as caught:
+        opened(spec, tmp_path, {"model_kwargs": {"voice": "x", "windo": 3, "window": 65}})
+    assert caught.value.faults == (
+        (
+            "model_kwargs.window",
+            "'window': input should be less than or equal to 64, got '65'; the nearest valid value is 64",
+        ),
+        ("model_kwargs.windo", "unknown parameter 'windo'; did you mean 'window'?"),
+    )
+
+
+def test_a_model_without_options_takes_none(tmp_path: Path) -> None:
+    with pytest.raises(
+        DeploymentError, match=r"model_kwargs\.max_tokens: unknown parameter 'max_tokens'; there are none"
+    ):
+        opened(with_defaults(), tmp_path, file="model_kwargs: {max_tokens: 8}")
 
 
 def test_the_packages_defaults_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     :param weights: resolved local folder, or ``None`` for a model without weights.
     :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.
     :param extra_plugins: names of modules to register beside the installed plugins.
+    :param trace_plugins: print every hook call on standard error.
     """
 
     key: str
@@ -40,6 +41,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     plugins: tuple[str, ...] | None = None
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
+    trace_plugins: bool = False
 
 
 class Executor(abc.ABC):

@@ -46,6 +46,7 @@ def build_registry(config: WorkerConfig) -> Registry:
         plugins=config.plugins,
         block_plugins=config.block_plugins,
         extra_plugins=config.extra_plugins,
+        trace_plugins=config.trace_plugins,
     )
     return Registry(load_plugins(settings))
 

@@ -14,7 +14,7 @@ import numpy as np
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
 from mstar.spec.errors import RequestError, SetupError
-from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.processor import Prepared, Processor, ProcessorContext
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Part, Task, Text
@@ -23,7 +23,7 @@ __all__ = ["Limits", "TextProcessor", "sampling_params"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS: int = TextOptions.model_fields["default_max_tokens"].default
 
 
 @dataclass(frozen=True)

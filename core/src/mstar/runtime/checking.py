@@ -21,7 +21,7 @@ from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource
-from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
+from mstar.runtime.opening import file_deployment, model_kwargs_faults, packaged_deployment, read_deployment
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.deployment import Deployment, merge_deployment
 from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError
@@ -134,6 +134,8 @@ def check_model(
     checked = Checked(spec)
     _check_names(checked, registry)
     deployment = checked.deployment = _deployment(checked, config)
+    place = _place(spec, config)
+    checked.faults += [Fault(place, key, fault) for key, fault in model_kwargs_faults(spec, deployment)]
     _check_kinds(checked, deployment, registry, config)
     checked.weights = _folder(spec, weights or deployment.weights, registry, settings)
     with checked.stage(_place(spec, config), "dtype"):

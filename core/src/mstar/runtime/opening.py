@@ -13,8 +13,9 @@ import yaml
 from mstar.cluster.base import WorkerConfig
 from mstar.licences import check_licence
 from mstar.requirements import require_plugins
-from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import SetupError
+from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.errors import DeploymentError, SetupError
+from mstar.spec.knobs import option_faults
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
 from mstar.weights.sources import SourceContext, resolve_weights
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "file_deployment", "find_model", "packaged_deployment", "prepare_config", "read_deployment"]
+__all__ = [
+    "Say",
+    "file_deployment",
+    "find_model",
+    "model_kwargs_faults",
+    "packaged_deployment",
+    "prepare_config",
+    "read_deployment",
+]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -46,6 +55,8 @@ def prepare_config(
     """
     check_licence(spec, settings)
     deployment = merge_deployment(spec.key, packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    if faults := model_kwargs_faults(spec, deployment):
+        raise DeploymentError(faults)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
@@ -58,7 +69,13 @@ def prepare_config(
         plugins=settings.plugins,
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
+        trace_plugins=settings.trace_plugins,
     )
+
+
+def model_kwargs_faults(spec: ModelSpec, deployment: Deployment) -> list[tuple[str, str]]:
+    """What *spec*'s model would not understand of its deployment's options: (key's path, what is wrong with it)."""
+    return [(f"model_kwargs.{name}", fault) for name, fault in option_faults(spec.options, deployment.model_kwargs)]
 
 
 def find_model(key: str, registry: Registry, config: str | Path | None = None) -> ModelSpec:
