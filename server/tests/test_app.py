@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from mstar.cluster.base import Phase
 from mstar.hookspecs import hookimpl
-from mstar.spec.errors import FamilyError
+from mstar.spec.errors import FaultFound
 from mstar.spec.processor import TextDelta
 
 CHAT = "/v1/chat/completions"
@@ -172,7 +172,7 @@ async def test_a_bug_in_a_route_is_a_500_of_the_contract(kit, caplog):
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
     assert "secret detail" not in reply.text
     assert caplog.records[-1].args[0] in reply.json()["error"]["message"]
-    assert f"ZeroDivisionError: secret detail ({__file__}:" in caplog.records[-1].getMessage()
+    assert f"ZeroDivisionError: secret detail (at {__file__}:" in caplog.records[-1].getMessage()
 
 
 class BrokenAdapter:
@@ -191,12 +191,12 @@ async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, cap
         def mstar_openai(self, spec):
             return {"chat": f"{__name__}:BrokenAdapter"}
 
-    service = kit.Service([TextDelta("a", (1,)), FamilyError("tiny", "render an answer", "owl:Owl", OSError("secret"))])
+    service = kit.Service([TextDelta("a", (1,)), FaultFound("no rendering: secret (at owl.py:1)")])
     async with kit.client(service, hooks=kit.Hooks(Plugin())) as client:
         adapter = await client.post(CHAT, json=chat())
         renderer = await client.post("/generate", json={"text": "x"})
         late = await client.post("/generate", json={"text": "x", "streaming": True})
-        service.refuse = FamilyError("tiny", "prepare a request", "owl:Owl", OSError("secret"))
+        service.refuse = FaultFound("no preparing: secret (at owl.py:2)")
         processor = await client.post("/generate", json={"text": "x"})
     for reply in (adapter, renderer, processor):
         assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
@@ -208,11 +208,10 @@ async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, cap
         assert record.args[0] in reply.text
         assert record.exc_info is not None
     said = [record.getMessage() for record in errors]
-    assert "the code of model 'tiny' failed to read a chat: TypeError: " in said[0]
-    assert f"({__file__}:" in said[0]
-    assert said[0].endswith(", in tasks)")
-    assert "failed to render an answer" in said[1]
-    assert "failed to prepare a request: OSError: secret" in said[3]
+    assert said[0].startswith(f"unhandled error, id {errors[0].args[0]}: 'tiny' could not read a chat: TypeError: ")
+    assert f"(at {__file__}:" in said[0]
+    assert said[1].endswith("no rendering: secret (at owl.py:1)")
+    assert said[3].endswith("no preparing: secret (at owl.py:2)")
 
 
 async def test_health_answers_three_questions(kit, chat):

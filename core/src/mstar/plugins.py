@@ -25,7 +25,7 @@ from mstar import hookspecs
 from mstar.hook_trace import trace_hooks
 from mstar.requirements import CORE, GROUP, canonical, check_core
 from mstar.settings import Settings
-from mstar.spec.errors import PluginError, nearest, sentence
+from mstar.spec.errors import PluginError, SetupError, nearest
 
 __all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
 
@@ -250,7 +250,7 @@ def _installed() -> tuple[list[importlib.metadata.EntryPoint], list[BrokenPlugin
             seen.add(name)
             found += [entry for entry in distribution.entry_points if entry.group == GROUP]
         except Exception as error:  # it depends on the Python version and on the damage what importlib raises
-            reason = f"its entry points, in {folder}, cannot be read: {sentence(error)}"
+            reason = f"its entry points, in {folder}, cannot be read: {_sentence(error)}"
             name = canonical(name)
             remedy = f"run `pip install --force-reinstall {name}`, or uninstall it"
             damaged.append(BrokenPlugin(name, "unknown version", reason, error, remedy, distribution=name))
@@ -303,9 +303,11 @@ def _installed_as(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str
 
 
 def _sentence(error: BaseException) -> str:
+    if isinstance(error, SetupError):
+        return str(error)
     if isinstance(error, pluggy.PluginValidationError):
         return " ".join(str(error).split())
-    return sentence(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _remedy(about: BrokenPlugin, error: BaseException) -> str:

@@ -254,13 +254,13 @@ def test_an_extra_module_without_a_hook_is_reported(site: Site) -> None:
 
 
 def test_a_package_named_for_its_plugin_module_gets_the_hint(site: Site) -> None:
-    package = site.folder / "a_family"
+    package = site.folder / "nested_family"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "plugin.py").write_text(GOOD)
-    site.modules += ["a_family", "a_family.plugin"]
-    assert the_broken(load("a_family")).reason.endswith("; did you mean 'a_family.plugin'?")
-    assert names(load("a_family.plugin")) == [BUILTIN, "a_family.plugin"]
+    site.modules += ["nested_family", "nested_family.plugin"]
+    assert the_broken(load("nested_family")).reason.endswith("; did you mean 'nested_family.plugin'?")
+    assert names(load("nested_family.plugin")) == [BUILTIN, "nested_family.plugin"]
 
 
 def test_a_hook_under_another_name_is_a_hook(site: Site) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import fakes
 import numpy as np
 import pytest
-from fakes import SPEC, FakeProcessor, FakeRegistry, counting, fake_config, live
+from fakes import SPEC, FakeProcessor, FakeRegistry, FakeRenderer, counting, fake_config, live
 
 from mstar.runtime.answer import Answer
 from mstar.runtime.service import Service
-from mstar.spec.errors import FamilyError, NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.processor import ArrayDelta, TextDelta
 
 
@@ -178,7 +178,7 @@ async def test_a_full_queue_is_too_busy_before_the_first_delta() -> None:
 async def test_a_bare_next_in_a_processor_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as service:
         monkeypatch.setattr(service.processor, "prepare", lambda task, request_id: next(iter(())))
-        with pytest.raises(FamilyError, match="failed to prepare a request: StopIteration"):
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
             await asyncio.wait_for(service.generate(counting(5)), 10)
         monkeypatch.undo()
         assert await text(await service.generate(counting(2))) == "0 1 "
@@ -220,7 +220,7 @@ async def test_an_id_in_use_is_refused() -> None:
 async def test_a_renderer_that_fails_ends_the_request() -> None:
     async with running(model_kwargs={"window": 2}) as service:
         answer = await service.generate(counting(1000, "render"))
-        with pytest.raises(FamilyError) as caught:
+        with pytest.raises(FaultFound) as caught:
             await text(answer)
         assert isinstance(caught.value.__cause__, ValueError)
         await nothing_runs(service)
@@ -233,23 +233,28 @@ def _line(of: Any, code: str) -> int:
 
 async def test_a_fault_of_the_family_names_its_file_and_line() -> None:
     async with running(model_kwargs={"window": 2}) as service:
-        with pytest.raises(FamilyError) as prepare:
+        with pytest.raises(FaultFound) as prepare:
             await service.generate(counting(1, "prepare"))
         answer = await service.generate(counting(9, "render"))
-        with pytest.raises(FamilyError) as render:
+        with pytest.raises(FaultFound) as render:
             await text(answer)
         held = await service.generate(live())
-        with pytest.raises(FamilyError) as push:
+        with pytest.raises(FaultFound) as push:
             await held.push("in", {"no": "array"})
         await held.aclose()
     said = [str(caught.value) for caught in (prepare, render, push)]
-    file, in_prepare = fakes.__file__, _line(FakeProcessor.prepare, 'int("no number")')
-    assert said[0].startswith("the code of model 'fake' failed to prepare a request: ValueError: invalid literal")
-    assert said[0].endswith(f"({file}:{in_prepare}, in prepare)")
-    assert f"ValueError: cannot spell ({file}:" in said[1]
-    assert said[1].endswith(", in feed)")
-    assert said[2].startswith("the code of model 'fake' failed to take what a client sent: KeyError: 'data' (")
-    assert said[2].endswith(f"({file}:{_line(FakeProcessor.push, 'part[')}, in push)")
+    places = [
+        _line(FakeProcessor.prepare, 'int("no number")'),
+        _line(FakeRenderer.feed, "cannot spell"),
+        _line(FakeProcessor.push, "part["),
+    ]
+    assert said[0].startswith(
+        "'fake' could not prepare a request: ValueError: invalid literal for int() with base 10: "
+    )
+    assert said[1].startswith("'fake' could not render an answer: ValueError: cannot spell (at ")
+    assert said[2].startswith("'fake' could not take what a client sent: KeyError: 'data' (at ")
+    for sentence, line in zip(said, places, strict=True):
+        assert f"(at {fakes.__file__}:{line})" in sentence
 
 
 async def test_pushes_keep_their_order_and_end_with_the_request() -> None:

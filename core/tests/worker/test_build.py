@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mstar.nn.model import Model
 from mstar.nn.node import Node, Step
 from mstar.registry import RegisteredModel
 from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import FamilyError, SetupError, WeightsError
+from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.graph import Call, Entry, Graph, NodeSpec, Partition, Port, Seq
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
@@ -84,8 +83,6 @@ class TwoNodes(Model):
         )
 
     def build(self, node: str) -> Node:
-        if self.context.model_kwargs.get("bug"):
-            return {}[node]  # type: ignore[no-any-return]
         return Half(3 if node == "ears" else 4)
 
     def weights(self, node: str) -> WeightMap:
@@ -93,7 +90,7 @@ class TwoNodes(Model):
         return WeightMap((Placement(f"{node}.scale", "scale"),), (rf"{other}\..*",))
 
 
-def two_nodes(tensors: dict[str, Tensor], folder: Path, **model_kwargs: Any) -> Any:
+def two_nodes(tensors: dict[str, Tensor], folder: Path) -> Any:
     save_file(tensors, folder / "model.safetensors")
     registry = miniature_registry()
     plugin = registry.models["mini_chat"].plugin
@@ -102,7 +99,7 @@ def two_nodes(tensors: dict[str, Tensor], folder: Path, **model_kwargs: Any) -> 
     config = WorkerConfig(
         key="two",
         weights=str(folder),
-        deployment=merge_deployment("two", {"device": "cpu", "model_kwargs": model_kwargs}),
+        deployment=merge_deployment("two", {"device": "cpu"}),
     )
     return build.build(config, registry, lambda phase: None)
 
@@ -127,11 +124,3 @@ def test_every_node_gets_its_own_weights(tmp_path: Path) -> None:
     assert (nodes["ears"].scale.tolist(), nodes["mouth"].scale.tolist()) == ([1.0] * 3, [2.0] * 4)
     assert not nodes["mouth"].training
     assert not nodes["mouth"].scale.requires_grad
-
-
-def test_a_bug_in_a_family_names_its_line(tmp_path: Path) -> None:
-    said = (
-        rf"the code of model 'two' failed to build its worker: KeyError: 'ears' \({re.escape(__file__)}:\d+, in build\)"
-    )
-    with pytest.raises(FamilyError, match=said):
-        two_nodes({"ears.scale": torch.ones(3)}, tmp_path, bug=True)

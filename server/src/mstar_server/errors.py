@@ -21,7 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mstar.spec.errors import FamilyError, RequestError, nearest, pinpoint
+from mstar.spec.errors import MstarError, RequestError, nearest
+from mstar.spec.origin import describe
 
 __all__ = [
     "ClientGone",
@@ -57,7 +58,7 @@ def as_request_error(error: BaseException, target: str = "") -> RequestError:
     if isinstance(error, RequestError):
         return error
     incident = uuid.uuid4().hex
-    said = str(error) if isinstance(error, FamilyError) else pinpoint(error, target)
+    said = str(error) if isinstance(error, MstarError) else describe(error, (target,) if target else ())
     log.error("unhandled error, id %s: %s", incident, said, exc_info=error)
     return RequestError(
         f"internal error; the server's log has the cause under id {incident}",

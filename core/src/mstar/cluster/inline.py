@@ -13,7 +13,7 @@ from mstar.cluster.single import SingleWorkerExecutor
 from mstar.cluster.transport import Command, PhaseReport, Report, Stop, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
 from mstar.registry import load_object
-from mstar.spec.errors import SetupError, sentence
+from mstar.spec.errors import SetupError
 
 __all__ = ["InlineExecutor"]
 
@@ -67,16 +67,20 @@ class InlineExecutor(SingleWorkerExecutor):
             return
         except Exception as error:
             _log.exception("the worker of %r could not be built", key)
-            channel.send([WorkerFailed(message=f"the worker of {key!r} could not be built: {sentence(error)}")])
+            channel.send([WorkerFailed(message=f"the worker of {key!r} could not be built: {_sentence(error)}")])
             return
         channel.report_phase(Phase(name="ready"))
         try:
             run_worker(worker, channel, Pulse())
         except Exception as error:
             _log.exception("the worker of %r died", key)
-            channel.send([WorkerFailed(message=f"the worker of {key!r} died: {sentence(error)}")])
+            channel.send([WorkerFailed(message=f"the worker of {key!r} died: {_sentence(error)}")])
         finally:
             worker.close()
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _ThreadChannel:

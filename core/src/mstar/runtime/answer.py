@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mstar.cluster.base import Executor
-from mstar.spec.errors import FamilyError, MstarError, NotReady, RequestError, TooBusy
+from mstar.runtime.family import family_code
+from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Prepared, Renderer
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
@@ -59,7 +60,7 @@ class Answer:
 
     The iterator raises :class:`~mstar.spec.errors.RequestError` (:class:`TooBusy <mstar.spec.errors.TooBusy>`,
     :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails, and
-    :class:`~mstar.spec.errors.FamilyError` when the model's renderer does. A request whose answer nobody holds any
+    :class:`~mstar.spec.errors.FaultFound` when the family's renderer does. A request whose answer nobody holds any
     more, or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled
     (by a timeout) loses nothing.
 
@@ -191,9 +192,10 @@ class Answer:
                 self._render(event)
         except BaseException as error:
             self._leave()
-            if isinstance(error, Exception) and not isinstance(error, MstarError):
-                raise FamilyError(self.spec.key, "render an answer", self.spec.processor, error) from error
-            raise
+            if not isinstance(error, Exception):
+                raise
+            with family_code(f"{self.spec.key!r} could not render an answer", self.spec.processor):
+                raise
 
     def _render(self, event: Emit) -> None:
         self._acks.add(event.id, event.stream)

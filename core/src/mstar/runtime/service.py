@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
+from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
-from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy, family_code, pinpoint
+from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Done, Event, Failed, Push
@@ -128,7 +129,7 @@ class Service:
         except SetupError:
             raise
         except Exception as error:
-            message = f"the processor of {self.spec.key!r} could not be loaded: {pinpoint(error, self.spec.processor)}"
+            message = f"the processor of {self.spec.key!r} could not be loaded: {type(error).__name__}: {error}"
             raise SetupError(message) from error
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
-        with family_code(self.spec.key, "prepare a request", self.spec.processor):
+        with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
             prepared = self.processor.prepare(task, request_id)
             prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
             return prepared, self.processor.renderer(task, prepared)
@@ -182,13 +183,13 @@ class Service:
 
     def _make_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
         """In a thread."""
-        with family_code(self.spec.key, "take what a client sent", self.spec.processor):
+        with family_code(f"{self.spec.key!r} could not take what a client sent", self.spec.processor):
             return self.processor.push(stream, part, request_id, end)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:
             raise NotReady(f"the model {self.spec.key!r} has been stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _no_stop_iteration, function, *arguments)
 
     # --- from the executor -------------------------------------------------------------------------------------------
 
@@ -208,6 +209,15 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+
+
+def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:
+    """Call *function*. A bare ``next()`` in a processor may raise StopIteration, which no future can carry: whoever
+    awaited it would wait for ever."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError(f"{function.__qualname__} raised StopIteration") from error
 
 
 def open_service(

@@ -8,13 +8,11 @@ one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterable
 
 __all__ = [
     "DeploymentError",
-    "FamilyError",
+    "FaultFound",
     "GraphError",
     "MstarError",
     "NotReady",
@@ -23,10 +21,7 @@ __all__ = [
     "SetupError",
     "TooBusy",
     "WeightsError",
-    "family_code",
     "nearest",
-    "pinpoint",
-    "sentence",
 ]
 
 
@@ -36,6 +31,11 @@ class MstarError(Exception):
 
 class SetupError(MstarError):
     """The operator must change something (a setting, a file, an install) before the server can start."""
+
+
+class FaultFound(SetupError):
+    """Something is wrong with a model, its deployment or its code, and not with how a command was typed: what
+    ``mstar check`` looks for. Commands end with status 1."""
 
 
 class GraphError(SetupError):
@@ -64,16 +64,6 @@ class PluginError(SetupError):
     def __init__(self, message: str, *, remedy: str = ""):
         super().__init__(message)
         self.remedy = remedy
-
-
-class FamilyError(MstarError):
-    """A family's own code raised what it should not: a bug of its authors. The cause is what it raised.
-
-    :param doing: what it was to do (``"prepare a request"``). :param target: the code, as ``"module:Class"``.
-    """
-
-    def __init__(self, key: str, doing: str, target: str, error: BaseException):
-        super().__init__(f"the code of model {key!r} failed to {doing}: {pinpoint(error, target)}")
 
 
 class RequestError(MstarError):
@@ -121,51 +111,3 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""
-
-
-@contextmanager
-def family_code(key: str, doing: str, target: str) -> Iterator[None]:
-    """Around calls of a family's code: what it raises and no :class:`MstarError` is raised as a :class:`FamilyError`,
-    whose arguments these are."""
-    try:
-        yield
-    except MstarError:
-        raise
-    except Exception as error:
-        raise FamilyError(key, doing, target, error) from error
-
-
-def sentence(error: BaseException) -> str:
-    """A deliberate error's own words; of any other its type and the first line of its message (``"KeyError: 'x'"``)."""
-    if isinstance(error, MstarError):
-        return str(error)
-    said = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def pinpoint(error: BaseException, target: str = "") -> str:
-    """*error* with the place that raised it: ``"KeyError: 'x' (…/owl/model.py:31, in build)"``. For operators, not for
-    clients.
-
-    The place is the innermost frame in the package of *target* (``"owl.model:Owl"``, or the name of a module), which is
-    where its author has to look; without such a frame, the innermost of all.
-    """
-    package = _package(target.partition(":")[0])
-    traces = list(_traces(error))
-    if not traces:
-        return sentence(error)
-    theirs = [trace for trace in traces if _package(trace.tb_frame.f_globals.get("__name__")) == package]
-    innermost = (theirs or traces)[-1]
-    code = innermost.tb_frame.f_code
-    return f"{sentence(error)} ({code.co_filename}:{innermost.tb_lineno}, in {code.co_name})"
-
-
-def _traces(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _package(module: str | None) -> str:
-    return (module or "").partition(".")[0]

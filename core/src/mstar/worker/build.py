@@ -23,7 +23,7 @@ from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import DeploymentError, SetupError, WeightsError, family_code, nearest
+from mstar.spec.errors import DeploymentError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
 from mstar.spec.resources import ResourceSpec
@@ -56,23 +56,14 @@ class Built:
 
 
 def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
-    """Everything that a worker of *config* needs.
-
-    :raises SetupError: with what to change. :raises FamilyError: the model's code raised something else.
-    """
-    spec = registry.model(config.key)
-    with family_code(config.key, "build its worker", spec.model):
-        return _build(spec, config, registry, on_phase)
-
-
-def _build(spec: ModelSpec, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change."""
     deployment = config.deployment
     device = pick_device(deployment.device)
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
     weights = None if config.weights is None else Path(config.weights)
-    model = make_model(spec, weights, deployment, device, dtype)
+    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)

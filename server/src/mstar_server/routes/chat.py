@@ -13,7 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar import __version__
-from mstar.spec.errors import RequestError, family_code
+from mstar.runtime.family import family_code
+from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import TextDelta
 from mstar.spec.tasks import Task
@@ -42,7 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
-    with family_code(service.spec.key, "read a chat", type(adapter).__module__):
+    with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
         if any(isinstance(message.content, list) for message in body.messages):
             tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
         else:
