@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from msgspec import structs
+
 from mstar.cluster.base import Executor
+from mstar.runtime.amounts import Made, brought
 from mstar.runtime.family import family_code
 from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
-from mstar.spec.processor import Delta, Prepared, Renderer
+from mstar.spec.processor import Delta, Prepared, Renderer, TextDelta
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
+from mstar.spec.tasks import Task
 
 __all__ = ["Acks", "Answer", "request_error"]
 
@@ -65,7 +69,8 @@ class Answer:
     (by a timeout) loses nothing.
 
     :ivar id: the request's id. :ivar prompt_tokens: tokens of the prompt.
-    :ivar completion_tokens: tokens generated so far, those held back for a stop string included.
+    :ivar completion_tokens: tokens so far, those held back for a stop string included; at the end all that language
+        models generated, also for a codec.
     :ivar finish_reason: why the answer ended; ``None`` while it runs and when it failed.
     :ivar usage: what it cost, once it has ended well.
     """
@@ -73,6 +78,7 @@ class Answer:
     def __init__(
         self,
         spec: ModelSpec,
+        task: Task,
         prepared: Prepared,
         renderer: Renderer,
         executor: Executor,
@@ -81,6 +87,7 @@ class Answer:
     ):
         self.spec, self.id = spec, prepared.request.id
         self.prompt_tokens = prepared.prompt_tokens
+        self._brought, self._made = brought(task, prepared.prompt_tokens), Made()
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
@@ -202,16 +209,23 @@ class Answer:
         if type(event.data) is list:
             self.completion_tokens += len(event.data)
         renderer = self._renderer
-        self._deltas.extend(renderer.feed(event))
+        self._take(renderer.feed(event))
         if renderer.finished is not None:
             self._executor.cancel(Cancel(id=self.id, reason=renderer.finished))
             # The engine's own count would depend on how many steps it ran before it heard of the end.
-            usage = Usage(input={"tokens": self.prompt_tokens}, output={"tokens": self.completion_tokens})
-            self._end(None, renderer.finished, usage)
+            self._end(None, renderer.finished, Usage(output={"tokens": self.completion_tokens}))
+
+    def _take(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if type(delta) is not TextDelta:
+                self._made.add(delta)
+            self._deltas.append(delta)
 
     def _end(self, done: Done | None, reason: str, usage: Usage) -> None:
-        self._deltas.extend(self._renderer.finish(done))
-        self.finish_reason, self.usage, self._ended = reason, usage, True
+        self._take(self._renderer.finish(done))
+        self.completion_tokens = int(usage.output.get("tokens", self.completion_tokens))
+        self.usage = structs.replace(usage, input=self._brought, output=self._made.of(usage.output))
+        self.finish_reason, self._ended = reason, True
 
     def _leave(self) -> None:
         """Nobody will read on: cancel the request, unless it has ended."""

@@ -149,7 +149,7 @@ class Service:
         try:
             prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
             self._check_ready()
-            answer = Answer(self.spec, prepared, renderer, self._executor, self._acks, self._prepare_push)
+            answer = Answer(self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push)
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
         except BaseException:

@@ -21,7 +21,7 @@ from mstar.resources.base import Owner
 from mstar.scheduler.base import Batch, Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
-from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
+from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
 from mstar.worker.observers import Observers
@@ -366,10 +366,13 @@ class Worker:
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()
         started = live.started if live.started is not None else now
-        output: dict[str, int] = {}
+        output: dict[str, Amount] = {}
         for stream in live.run.out.values():
             modality = stream.spec.modality
             output[modality] = output.get(modality, 0) + stream.items
+        # What language models made, also for a codec; a transducer's tokens are in its stream only.
+        if generated := sum(live.run.generated.values()):
+            output["tokens"] = max(generated, output.get("tokens", 0))
         return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
 
     def _expire(self, now: float) -> None:
