@@ -76,7 +76,13 @@ class InlineExecutor(SingleWorkerExecutor):
             _log.exception("the worker of %r died", key)
             channel.send([WorkerFailed(message=f"the worker of {key!r} died: {_sentence(error)}")])
         finally:
+            self._close(worker)
+
+    def _close(self, worker: Steppable) -> None:
+        try:
             worker.close()
+        except Exception:  # of a device that is lost, say: what ended the worker has been told
+            _log.exception("the worker of %r could not be closed", self.config.key)
 
 
 def _sentence(error: Exception) -> str:

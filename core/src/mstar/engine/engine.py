@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mstar.engine.base import Runner
+from mstar.engine.device import raise_if_lost
 from mstar.engine.step import RowResult, Work, gather, make_step, split
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
@@ -47,10 +48,14 @@ class Engine:
         self.steps = 0
 
     def run(self, work: Sequence[Work]) -> list[RowResult | Exception]:
-        """One result per call, in order: what it computed, or why it failed."""
+        """One result per call, in order: what it computed, or why it failed.
+
+        :raises DeviceLost: nothing more can be computed here.
+        """
         try:
             return list(self._step(work))
         except Exception as error:
+            raise_if_lost(error)
             failure = error
         if len(work) == 1:
             trace = None if isinstance(failure, RequestError) else failure

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.device import raise_if_lost
 from mstar.engine.engine import Engine
 from mstar.engine.step import RowResult, Work
 from mstar.graph.run import CallRun, RequestRun
@@ -105,6 +106,7 @@ class Worker:
         except RequestError as error:
             self._refuse(request, error)
         except Exception as error:
+            raise_if_lost(error)
             log.exception("request %r could not be set up", request.id)
             self._refuse(request, error)
         else:
@@ -207,6 +209,7 @@ class Worker:
                 if not self.admission.reserve(live.request, live.holding):
                     return False
             except Exception as error:
+                raise_if_lost(error)
                 failed.append((live, error))
                 return True
             live.started = now
@@ -230,11 +233,13 @@ class Worker:
         self._guarded(live, live.run.start)
 
     def _guarded(self, live: _Live, action: Callable[[], None]) -> None:
-        """Run a route or a stream operation of *live*; what it raises ends that request only."""
+        """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
+        lost."""
         try:
             action()
             self._collect(live)
         except Exception as error:
+            raise_if_lost(error)
             if not isinstance(error, RequestError):
                 log.exception("request %r failed", live.request.id)
             self._fail(live, error)
