@@ -35,7 +35,7 @@ BUILTIN = "core"
 _EXTRA = "extra module"
 """What a module has in place of a version."""
 
-_HOOKLESS = "name the module whose functions are marked with @mstar.hookimpl, or take it out of MSTAR_EXTRA_PLUGINS"
+_HOOKLESS = "mark its functions with @mstar.hookimpl, name another module, or take it out of MSTAR_EXTRA_PLUGINS"
 
 
 @dataclass(frozen=True)
