@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,27 @@ import yaml
 from mstar.cluster.base import WorkerConfig
 from mstar.licences import check_licence
 from mstar.requirements import require_plugins
-from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import SetupError
+from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.errors import DeploymentError, SetupError
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
-from mstar.weights.sources import SourceContext, resolve_weights
+from mstar.weights.sources import SourceContext, present_weights, resolve_weights
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "file_deployment", "find_model", "packaged_deployment", "prepare_config", "read_deployment"]
+__all__ = [
+    "Say",
+    "file_deployment",
+    "find_model",
+    "has_key",
+    "key_line",
+    "packaged_deployment",
+    "packaged_name",
+    "prepare_config",
+    "read_deployment",
+]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -45,11 +55,12 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = merge_deployment(spec.key, packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    deployment = _merged(spec, config, overrides)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
         context = SourceContext.of(settings, say=say or _say, progress=progress)
+        _check_device(spec, deployment, registry, context)
         weights = resolve_weights(spec, deployment.weights, registry.weight_source, context)
     return WorkerConfig(
         key=spec.key,
@@ -59,6 +70,39 @@ def prepare_config(
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
     )
+
+
+def _merged(spec: ModelSpec, config: str | Path | None, overrides: Mapping[str, Any]) -> Deployment:
+    """The deployment; its faults name the file and the line that they stand in."""
+    layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    try:
+        return merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields)
+    except DeploymentError as error:
+        keys = [key for key, _ in error.faults]
+        raise DeploymentError(error.faults, {key: _place(spec, config, layers, key) for key in keys}) from None
+
+
+def _place(spec: ModelSpec, config: str | Path | None, layers: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Where *key* got its value: in the options given, in the file, or in the package's own deployment."""
+    _, file, options = layers
+    if has_key({name: value for name, value in options.items() if value is not None}, key):
+        return "options given"
+    if config is not None and has_key(file, key):
+        line = key_line(config, key)
+        return str(config) if line is None else f"{config}:{line}"
+    return packaged_name(spec)
+
+
+def _check_device(spec: ModelSpec, deployment: Deployment, registry: Registry, context: SourceContext) -> None:
+    """Refuse a device that is not here before its weights are fetched. When they are here the worker does that: finding
+    out takes torch, which this process needs for nothing else."""
+    name = deployment.device
+    if name is None or name == "cpu":
+        return
+    if present_weights(spec, deployment.weights, registry.weight_source, context) is None:
+        from mstar.worker.build import pick_device
+
+        pick_device(name)
 
 
 def find_model(key: str, registry: Registry, config: str | Path | None = None) -> ModelSpec:
@@ -102,6 +146,29 @@ def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         raise SetupError(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
     return read_deployment(text, spec.deployment)
+
+
+def packaged_name(spec: ModelSpec) -> str:
+    """How errors call the deployment that ships with *spec*'s package."""
+    return spec.deployment if isinstance(spec.deployment, str) else f"deployment of {spec.key!r}"
+
+
+def has_key(layer: Mapping[str, Any], path: str) -> bool:
+    """Whether *layer* says something about the key at *path* (``"scheduler.policy"``)."""
+    head, _, tail = path.partition(".")
+    return head in layer and (not tail or not isinstance(layer[head], dict) or has_key(layer[head], tail))
+
+
+def key_line(config: str | Path, path: str) -> int | None:
+    """The line of YAML file *config* (from 1) in which the key at *path*, or the nearest one above it, stands."""
+    node, line = yaml.compose(Path(config).read_text(encoding="utf-8")), None
+    for part in path.split("."):
+        entries = node.value if isinstance(node, yaml.MappingNode) else ()
+        found = next(((key, value) for key, value in entries if key.value == part), None)
+        if found is None:
+            break
+        node, line = found[1], found[0].start_mark.line + 1
+    return line
 
 
 def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:

@@ -8,10 +8,11 @@ one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "DeploymentError",
+    "FaultFound",
     "GraphError",
     "MstarError",
     "NotReady",
@@ -32,7 +33,12 @@ class SetupError(MstarError):
     """The operator must change something (a setting, a file, an install) before the server can start."""
 
 
-class GraphError(SetupError):
+class FaultFound(SetupError):
+    """Something is wrong with a model, its deployment or its code, and not with how a command was typed: what
+    ``mstar check`` looks for. Commands end with status 1."""
+
+
+class GraphError(FaultFound):
     """A model's graph is wrong. Lists every fault found, one a line (promise P2)."""
 
     def __init__(self, model: str, faults: Iterable[str]):
@@ -40,12 +46,17 @@ class GraphError(SetupError):
         super().__init__(f"the graph of {model!r} has {len(self.faults)} fault(s):\n  " + "\n  ".join(self.faults))
 
 
-class DeploymentError(SetupError):
-    """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it)."""
+class DeploymentError(FaultFound):
+    """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it); the message has one
+    a line.
 
-    def __init__(self, faults: Iterable[tuple[str, str]]):
+    :param places: a key's path → where it stands (``"file.yaml:3"``), as far as that is known.
+    """
+
+    def __init__(self, faults: Iterable[tuple[str, str]], places: Mapping[str, str] | None = None):
         self.faults = tuple(faults)
-        super().__init__("deployment: " + "; ".join(f"{key}: {fault}" for key, fault in self.faults))
+        known = places or {}
+        super().__init__("\n".join(f"{known.get(key, 'deployment')}: {key}: {fault}" for key, fault in self.faults))
 
 
 class WeightsError(SetupError):
