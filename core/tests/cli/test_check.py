@@ -222,6 +222,18 @@ def test_what_a_familys_own_code_raises_has_its_file_and_line(
     assert "Traceback" not in out + err
 
 
+def test_a_hook_that_raises_has_its_line_too(mstar: Run, tmp_path: Path) -> None:
+    code = "import mstar\n@mstar.hookimpl\ndef mstar_models():\n    return [][0]\n"
+    status, _, err = mstar("check", "cli_toys_hooks", extra="cli_toys_hooks", code=code)
+    assert status == 1
+    assert f"mstar_models failed: IndexError: list index out of range (at {tmp_path / 'cli_toys_hooks.py'}:4)" in err
+
+
+def test_a_file_that_is_not_yaml_is_a_fault_found(llama: Run, tmp_path: Path) -> None:
+    status, _, err = llama("check", deployment(tmp_path, "model: [\n"))
+    assert (status, "is not valid YAML" in err) == (1, True)
+
+
 def test_the_traceback_is_shown_on_request(broken: Run, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
         broken("check", "bad-processor", MSTAR_LOG_LEVEL="debug")

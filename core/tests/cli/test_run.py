@@ -220,6 +220,17 @@ def test_a_familys_own_fault_leads_with_a_sentence(
     assert "Traceback" in caplog.text
 
 
+def test_faults_that_the_worker_finds_have_their_line(toys: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("placement:\n  lmm: [0]\nresources:\n  kv: {tokns: 4}\n")
+    status, _, err = toys("run", "mini_chat", "Hi", "--config", str(file))
+    assert status == 1
+    assert sorted(err.splitlines()) == [
+        f"{file}:2: placement.lmm: unknown node; did you mean 'lm'?",
+        f"{file}:4: resources.kv.tokns: unknown key; did you mean 'tokens'?",
+    ]
+
+
 def test_a_faulty_file_is_a_fault_found(toys: Run, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("max_sesions: 1\nmax_concurrent_requests: 0\n")

@@ -12,7 +12,7 @@ from mstar.cli.commands import Command, Commands, Context, Parser
 from mstar.cli.output import fault, note, table
 from mstar.plugins import Plugins, load_plugins
 from mstar.settings import Settings
-from mstar.spec.errors import FaultFound, SetupError
+from mstar.spec.errors import FaultFound, PluginError, SetupError
 
 __all__ = ["Command", "Commands", "Context", "main", "run"]
 
@@ -30,9 +30,14 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return _run(list(words), environ)
     except SetupError as error:
         fault(str(error), colour="NO_COLOR" not in environ)
-        return 1 if isinstance(error, FaultFound) else 2
+        return 1 if isinstance(error, FaultFound) or _is_broken_plugin(error) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def _is_broken_plugin(error: SetupError) -> bool:
+    """Whether *error* is about a plugin that failed, and not about one that is left out or not there."""
+    return isinstance(error, PluginError) and error.__cause__ is not None
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:

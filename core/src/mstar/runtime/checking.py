@@ -25,15 +25,14 @@ from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, 
 from mstar.resources.base import Resource
 from mstar.runtime.opening import (
     file_deployment,
-    has_key,
-    key_line,
+    key_lines,
     packaged_deployment,
     packaged_name,
     read_deployment,
 )
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, innermost
 from mstar.spec.graph import Graph
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
@@ -171,19 +170,17 @@ def check_model(
     if checked.dtype is not None:
         _check_model(checked, deployment, registry, config)
     if config is not None:
-        checked.faults = [_with_line(fault, config) for fault in checked.faults]
+        lines = key_lines(config)
+        checked.faults = [
+            replace(fault, line=innermost(lines, fault.key)) if fault.file == str(config) else fault
+            for fault in checked.faults
+        ]
     return checked
 
 
 def _place(spec: ModelSpec, config: Path | None) -> str:
     """Where a fault of the deployment stands."""
     return packaged_name(spec) if config is None else str(config)
-
-
-def _with_line(fault: Fault, config: Path) -> Fault:
-    if fault.file != str(config) or not fault.key:
-        return fault
-    return replace(fault, line=key_line(config, fault.key))
 
 
 def _device(name: str | None) -> torch.device:
@@ -216,11 +213,12 @@ def _deployment(checked: Checked, config: Path | None) -> Deployment:
         layers[0] = packaged_deployment(spec)
     with checked.stage(str(config)):
         layers[1] = file_deployment(spec, config)
+    lines = {} if config is None else key_lines(config)
     try:
         return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ()))
     except DeploymentError as error:
         for path, message in error.faults:
-            of_file = config is not None and has_key(layers[1], path)
+            of_file = innermost(lines, path) is not None
             checked.faults.append(Fault(_place(spec, config if of_file else None), path, message))
             layers = [_without(layer, path) for layer in layers]
         return merge_deployment(spec.key, *layers)

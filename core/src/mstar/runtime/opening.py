@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from mstar.cluster.base import WorkerConfig
 from mstar.licences import check_licence
 from mstar.requirements import require_plugins
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, SetupError
+from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
 from mstar.weights.sources import SourceContext, present_weights, resolve_weights
@@ -27,8 +27,7 @@ __all__ = [
     "Say",
     "file_deployment",
     "find_model",
-    "has_key",
-    "key_line",
+    "key_lines",
     "packaged_deployment",
     "packaged_name",
     "prepare_config",
@@ -55,7 +54,9 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = _merged(spec, config, overrides)
+    layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    places = _places(spec, config, layers)
+    deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields, places=places)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
@@ -66,31 +67,29 @@ def prepare_config(
         key=spec.key,
         weights=None if weights is None else str(weights),
         deployment=deployment,
+        places=places,
         plugins=settings.plugins,
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
     )
 
 
-def _merged(spec: ModelSpec, config: str | Path | None, overrides: Mapping[str, Any]) -> Deployment:
-    """The deployment; its faults name the file and the line that they stand in."""
-    layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
-    try:
-        return merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields)
-    except DeploymentError as error:
-        keys = [key for key, _ in error.faults]
-        raise DeploymentError(error.faults, {key: _place(spec, config, layers, key) for key in keys}) from None
+def _places(spec: ModelSpec, config: str | Path | None, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Where each key of the deployment got its value: in the package's own deployment, in the file, or in the options
+    given (*layers*, in this order)."""
+    packaged, _, options = layers
+    places = dict.fromkeys(_paths(packaged), packaged_name(spec))
+    if config is not None:
+        places.update({path: f"{config}:{line}" for path, line in key_lines(config).items()})
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**places, **dict.fromkeys(_paths(given), "options given")}
 
 
-def _place(spec: ModelSpec, config: str | Path | None, layers: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Where *key* got its value: in the options given, in the file, or in the package's own deployment."""
-    _, file, options = layers
-    if has_key({name: value for name, value in options.items() if value is not None}, key):
-        return "options given"
-    if config is not None and has_key(file, key):
-        line = key_line(config, key)
-        return str(config) if line is None else f"{config}:{line}"
-    return packaged_name(spec)
+def _paths(layer: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in layer.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{above}{key}.")
 
 
 def _check_device(spec: ModelSpec, deployment: Deployment, registry: Registry, context: SourceContext) -> None:
@@ -125,11 +124,11 @@ def read_deployment(text: str, where: str) -> dict[str, Any]:
     try:
         layer = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SetupError(f"{where} is not valid YAML: {error}") from None
+        raise FaultFound(f"{where} is not valid YAML: {error}") from None
     if layer is None:
         return {}
     if not isinstance(layer, dict):
-        raise SetupError(f"{where} must be a mapping (key: value), not a {type(layer).__name__}")
+        raise FaultFound(f"{where} must be a mapping (key: value), not a {type(layer).__name__}")
     return layer
 
 
@@ -144,7 +143,7 @@ def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
     try:
         text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
     except (ImportError, OSError) as error:
-        raise SetupError(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
+        raise FaultFound(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
     return read_deployment(text, spec.deployment)
 
 
@@ -153,22 +152,20 @@ def packaged_name(spec: ModelSpec) -> str:
     return spec.deployment if isinstance(spec.deployment, str) else f"deployment of {spec.key!r}"
 
 
-def has_key(layer: Mapping[str, Any], path: str) -> bool:
-    """Whether *layer* says something about the key at *path* (``"scheduler.policy"``)."""
-    head, _, tail = path.partition(".")
-    return head in layer and (not tail or not isinstance(layer[head], dict) or has_key(layer[head], tail))
+def key_lines(config: str | Path) -> dict[str, int]:
+    """The line of each key of YAML file *config*, from 1, by the key's path (``"scheduler.policy"``). Nothing for a
+    file that is not YAML."""
+    try:
+        node = yaml.compose(Path(config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}  # reading it says so
+    return dict(_lines(node))
 
 
-def key_line(config: str | Path, path: str) -> int | None:
-    """The line of YAML file *config* (from 1) in which the key at *path*, or the nearest one above it, stands."""
-    node, line = yaml.compose(Path(config).read_text(encoding="utf-8")), None
-    for part in path.split("."):
-        entries = node.value if isinstance(node, yaml.MappingNode) else ()
-        found = next(((key, value) for key, value in entries if key.value == part), None)
-        if found is None:
-            break
-        node, line = found[1], found[0].start_mark.line + 1
-    return line
+def _lines(node: yaml.Node | None, above: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{above}{key.value}", key.start_mark.line + 1
+        yield from _lines(value, f"{above}{key.value}.")
 
 
 def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:

@@ -77,10 +77,16 @@ class Deployment(_Section):
         return lines
 
 
-def merge_deployment(model: str, *layers: dict[str, Any] | None, knobs: Iterable[str] = ()) -> Deployment:
+def merge_deployment(
+    model: str,
+    *layers: dict[str, Any] | None,
+    knobs: Iterable[str] = (),
+    places: Mapping[str, str] | None = None,
+) -> Deployment:
     """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment.
 
     :param knobs: names of the model's request parameters, for the hint when one is taken for a deployment's key.
+    :param places: where keys stand, for the message.
     :raises DeploymentError: with every fault.
     """
     merged: dict[str, Any] = {"model": model}
@@ -91,7 +97,8 @@ def merge_deployment(model: str, *layers: dict[str, Any] | None, knobs: Iterable
     except ValidationError as error:
         options = merged.get("model_kwargs")
         known = options if isinstance(options, dict) else {}
-        raise DeploymentError(_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)) from None
+        faults = [_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)]
+        raise DeploymentError(faults, places) from None
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 __all__ = [
     "DeploymentError",
@@ -21,8 +22,12 @@ __all__ = [
     "SetupError",
     "TooBusy",
     "WeightsError",
+    "innermost",
     "nearest",
 ]
+
+
+T = TypeVar("T")
 
 
 class MstarError(Exception):
@@ -56,7 +61,8 @@ class DeploymentError(FaultFound):
     def __init__(self, faults: Iterable[tuple[str, str]], places: Mapping[str, str] | None = None):
         self.faults = tuple(faults)
         known = places or {}
-        super().__init__("\n".join(f"{known.get(key, 'deployment')}: {key}: {fault}" for key, fault in self.faults))
+        lines = (f"{innermost(known, key) or 'deployment'}: {key}: {fault}" for key, fault in self.faults)
+        super().__init__("\n".join(lines))
 
 
 class WeightsError(SetupError):
@@ -106,6 +112,13 @@ class NotReady(RequestError):
     def __init__(self, message: str, *, retry_after: float = 5.0):
         super().__init__(message, code="not_ready", status=503, type="server_error")
         self.retry_after = retry_after
+
+
+def innermost(known: Mapping[str, T], path: str) -> T | None:
+    """What *known* says about the key at *path* (``"scheduler.policy"``), or about the innermost one around it."""
+    while path not in known and path:
+        path = path.rpartition(".")[0]
+    return known.get(path)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -83,7 +83,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
-        raise DeploymentError(faults)
+        raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
