@@ -26,6 +26,7 @@ from mstar.hook_trace import trace_hooks
 from mstar.requirements import CORE, GROUP, canonical, check_core
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError, nearest
+from mstar.spec.origin import describe
 
 __all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
 
@@ -106,7 +107,7 @@ class Plugins:
             self._set_aside(about, _sentence(error), error)
             return
         except (Exception, SystemExit) as error:  # a module that exits when it is imported must not end us
-            self._set_aside(about, f"importing {source} failed: {_sentence(error)}", error)
+            self._set_aside(about, f"importing {source} failed: {_sentence(error, source)}", error)
             return
         if self.manager.is_registered(found):
             return  # an extra module that is installed as well
@@ -177,7 +178,7 @@ class Plugins:
         try:
             results: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{hook} failed: {_sentence(error)}") from error
+            raise PluginError(f"{hook} failed: {_sentence(error, plugin.source)}") from error
         return results
 
     def call_each(self, hook: str, **arguments: Any) -> list[tuple[Plugin, Any]]:
@@ -302,12 +303,13 @@ def _installed_as(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str
     return (name, version) if name and version else unknown
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, source: str = "") -> str:
+    """*error* in words. *source*: the plugin's module, to name the line of its code."""
     if isinstance(error, SetupError):
         return str(error)
     if isinstance(error, pluggy.PluginValidationError):
         return " ".join(str(error).split())
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return describe(error, (source,) if source else ())
 
 
 def _remedy(about: BrokenPlugin, error: BaseException) -> str:

@@ -200,6 +200,10 @@ class Registry:
         }
         remember(self.plugins.memory, working)
 
+    def names(self, hook: str) -> list[str]:
+        """What plugins provide through *hook* (``"mstar_executors"``), by name; nothing is imported."""
+        return sorted(self._tables[hook].offers)
+
     def resource(self, kind: str) -> type[Resource]:
         """The class of a resource kind."""
         found: type[Resource] = self._tables["mstar_resources"].load(kind)

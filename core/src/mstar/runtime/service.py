@@ -16,8 +16,9 @@ from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
-from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Done, Event, Failed, Push
 from mstar.spec.tasks import Task
@@ -129,8 +130,9 @@ class Service:
         except SetupError:
             raise
         except Exception as error:
-            message = f"the processor of {self.spec.key!r} could not be loaded: {type(error).__name__}: {error}"
-            raise SetupError(message) from error
+            what = f"the processor of {self.spec.key!r} could not be loaded"
+            fault = family_fault(what, error, (self.spec.model, self.spec.processor))
+            raise fault or FaultFound(f"{what}: {describe(error)}") from error
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

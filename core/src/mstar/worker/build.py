@@ -23,9 +23,10 @@ from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import DeploymentError, SetupError, WeightsError, nearest
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
 
 __all__ = [
@@ -56,19 +57,34 @@ class Built:
 
 
 def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
-    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change."""
+    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
+    family's own code raises."""
+    spec = registry.model(config.key)
+    try:
+        return _build(config, spec, registry, on_phase)
+    except MstarError:
+        raise
+    except Exception as error:
+        what = f"the worker of {spec.key!r} could not be built"
+        fault = family_fault(what, error, (spec.model, spec.processor))
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
     deployment = config.deployment
     device = pick_device(deployment.device)
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
     weights = None if config.weights is None else Path(config.weights)
-    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
+    model = make_model(spec, weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
-        raise DeploymentError(faults)
+        raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
