@@ -86,8 +86,8 @@ class RequestChecks:
             name = unread[0]
             fail(
                 f"{spec.key!r}: nothing reads {', '.join(map(repr, unread))}: a client sets it and nothing changes. "
-                f"Use it (task.knobs.{name} in the processor, Param({name!r}) in the graph, request.params[{name!r}] in "
-                f"a route or demand), or leave it out of {spec.knobs.__name__}"
+                f"Use it (task.knobs.{name} in the processor, Param({name!r}) in the graph, "
+                f"request.params[{name!r}] in a route or demand), or leave it out of {spec.knobs.__name__}"
             )
 
     def test_what_cannot_be_served_is_refused(self, mstar_model: Subject) -> None:
