@@ -75,6 +75,8 @@ STATIC: dict[str, dict[str, str]] = {
         "test_spec": "misspelled knobs would be ignored",
         "test_unknown_knob_is_refused": "knob 'temperaturqq' accepts 1, which is unknown",
     },
+    "other_id": {"test_abilities": "prepare() must use the request id that it is given"},
+    "fickle_graph": {"test_graph": "graph() and resources() must return the same each time they are called"},
     "bad_graph": {
         "test_graph": "unknown output port 'tokn'; did you mean 'token'?",
         "test_it_loads": "unknown output port 'tokn'",
@@ -255,7 +257,7 @@ def test_bounds_that_only_the_schema_has_show_over_http(tmp_path: Path) -> None:
     [
         ("heavy", "test_imports_nothing_heavy", "importing 'broken_plugins.heavy' imports torch at "),
         ("heavy_hook", "test_imports_nothing_heavy", "calling its mstar_models imports torch at "),
-        ("undocumented", "test_every_model_is_documented", "does not name wallflower: say what each key serves"),
+        ("undocumented", "test_every_model_is_documented", "does not name wallflower, leak: say what each key serves"),
         ("typo", "test_plugin_is_used", "there is no hook 'mstar_model'; did you mean 'mstar_models'?"),
         ("hookless", "test_plugin_is_used", "implements no hook: mark its functions with @mstar.hookimpl"),
         ("absent", "test_plugin_is_used", "No module named 'broken_plugins.absent'"),

@@ -105,6 +105,7 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("wrong_target", processor=PROCESSORS + "Sund"),
         _weighted("unpinned", weights=(WeightsRef("hub", "someone/something"),)),
         _model("wrong_ability", processor=PROCESSORS + "NoChat"),
+        _model("other_id", processor=PROCESSORS + "OtherId"),
         _model("wrong_outputs", outputs=("audio",)),
         # knobs
         _model("undescribed", knobs=Undescribed),
@@ -122,6 +123,7 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("fails_on_no_text", "FailsOnShort", processor=PROCESSORS + "TakesEmpty"),
         # graph and deployment
         _model("bad_graph", "BadGraph"),
+        _model("fickle_graph", "FickleGraph"),
         _model("bad_deployment", deployment={"max_concurent_requests": 3}),
         _model("bad_resources", deployment={**SOUND.deployment, "resources": {"kvv": {"tokens": 9}}}),  # type: ignore[dict-item]
         _model("wrong_dtype", "WrongDtype"),

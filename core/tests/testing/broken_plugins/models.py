@@ -71,6 +71,17 @@ class BadGraph(Chat):
         return replace(super().graph(), walks={"generate": generate(call, {"ids": "promt"})})
 
 
+class FickleGraph(Chat):
+    """Another stream capacity each time it is asked."""
+
+    asked = 0
+
+    def graph(self) -> Graph:
+        self.asked += 1
+        graph = super().graph()
+        return replace(graph, streams=(replace(graph.streams[0], capacity=4096 + self.asked),))
+
+
 class _WithStatistics(Chat):
     port: ClassVar[Port] = Port("mean", "float32", (), "stacked")
     node: ClassVar[type[Node]]

@@ -31,6 +31,13 @@ class NoChat(Sound):
         return super().prepare(task, request_id)
 
 
+class OtherId(Sound):
+    """Gives the request an id of its own."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        return super().prepare(task, request_id + "x")
+
+
 class NoSeed(Sound):
     """Drops the request's seed."""
 
