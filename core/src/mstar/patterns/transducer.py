@@ -14,7 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mstar.nn.model import Model
-from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Param, Partition, Port, Seq, Stream, WhenTrue
+from mstar.spec.graph import (
+    CLIENT,
+    Call,
+    Entry,
+    Graph,
+    Loop,
+    NodeSpec,
+    Param,
+    Partition,
+    Port,
+    Seq,
+    Source,
+    Stream,
+    WhenTrue,
+)
 from mstar.spec.resources import RaggedAttention, RecurrentState, ResourceSpec
 
 __all__ = ["Transducer", "TransducerFacts"]
@@ -63,7 +77,7 @@ class Transducer(Model):
             resources=("state",),
         )
         read = Call("encoder", inputs={source.name: source.name}, outputs={frames.name: "encoded"})
-        inputs = {frames.name: "encoded", **{port.name: Param(port.name) for port in facts.knobs}}
+        inputs: dict[str, Source] = {frames.name: "encoded", **{port.name: Param(port.name) for port in facts.knobs}}
         write = Call("decoder", inputs=inputs, outputs={"done": "done"}, emit={"tokens": "text"})
         return Graph(
             nodes=(NodeSpec("encoder", (encoder,)), NodeSpec("decoder", (decoder,))),

@@ -90,7 +90,8 @@ PATTERNS: dict[str, Pattern] = {
     "transducer": Pattern(
         help="sound is read, a predictor writes tokens along its frames (streaming speech recognition)",
         summary="A transducer for speech recognition.",
-        about="an encoder that reads sound, and a predictor that writes text as it walks along its frames.",
+        about="an encoder that reads sound, and a predictor that writes text as it walks along its frames. The server "
+        "reads WAV, FLAC and Ogg where `pip install 'mstar-server[audio]'` was run.",
         route="generate",
         body="-F model=KEY -F files=@speech.wav",
         todo=(
@@ -109,7 +110,7 @@ PATTERNS: dict[str, Pattern] = {
         todo=(
             _SPEC,
             "`processor.py`: how a picture is scaled and cut up, and how many placeholders stand for it.",
-            "`nodes.py`: your tower. `model.py`: its sizes. What differs in the language model: see `causal-lm`.",
+            "`nodes.py`: your tower. `model.py`: its sizes; override `build` where your language model is not Llama's.",
             _TEST,
         ),
     ),
