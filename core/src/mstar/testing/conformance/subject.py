@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import random
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from mstar.nn.model import BuildContext, Model
-from mstar.plugins import GROUP, Plugin, load_plugins
+from mstar.plugins import Plugin, installed_entries, load_plugins
 from mstar.registry import Registry, load_object
 from mstar.resources.base import IntegrityError
 from mstar.runtime.opening import packaged_deployment
@@ -50,7 +49,7 @@ def open_registry(plugin: str | None) -> Registry:
 
 
 def _installed(name: str) -> bool:
-    entries = importlib.metadata.entry_points(group=GROUP)
+    entries = installed_entries()[0]
     return any(name in (entry.name, entry.dist.name if entry.dist else "") for entry in entries)
 
 
@@ -59,7 +58,7 @@ def find_plugin(registry: Registry, name: str) -> Plugin:
 
     :raises PluginError: it was put aside (with the reason), or there is none.
     """
-    entries = importlib.metadata.entry_points(group=GROUP)
+    entries = installed_entries()[0]
     names = {name} | {e.name for e in entries if name in (e.value, e.dist.name if e.dist else "")}
     for plugin in registry.plugins.loaded:
         if plugin.name in names or plugin.source in names:
