@@ -118,7 +118,7 @@ class CrossKV(SlotResource):
         slots = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows))
         lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
         _, places = flat_positions(slots * self.spec.max_tokens, lengths)
-        return torch.from_numpy(places).to(self.memory.data.device)
+        return self.context.stage.put(f"{self.name}.places", places)
 
     def plan_read(self, rows: Sequence[Row], lengths: Sequence[int]) -> KVPlan:
         """Plan *lengths* queries over the memories of *rows*."""
@@ -130,7 +130,7 @@ class CrossKV(SlotResource):
         batch = KVBatch(
             np.asarray(lengths, np.int64), np.asarray(memories, np.int64), tables, self.spec.max_tokens, step_kv="none"
         )
-        return self.backend.plan_kv(self.memory, batch)
+        return self.backend.plan_kv(self.memory, batch, self.context.stage, self.name)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         if self._staged:

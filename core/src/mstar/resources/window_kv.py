@@ -81,10 +81,10 @@ class WindowKV(SlotResource):
         row_of, positions = flat_positions(starts, lengths)
         kept, gaps, table = self._tables(starts, starts + (0 if frozen else lengths), base)
         batch = KVBatch(lengths, kept, table, step_kv="beside" if frozen else "written", sink=spec.sink, gaps=gaps)
-        view = PagedView(self.memory, self.backend.plan_kv(self.memory, batch), self._windows, positions)
-        if not frozen:
-            view.write_to(base[row_of] + self._place(positions))
-        return view
+        stage = self.context.stage
+        plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
+        places = None if frozen else stage.put(f"{self.name}.places", base[row_of] + self._place(positions))
+        return PagedView(self.memory, plan, self._windows, stage.put(f"{self.name}.positions", positions), places)
 
     def _place(self, positions: _Ints) -> _Ints:
         """Where in a slot each position is kept."""

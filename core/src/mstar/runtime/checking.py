@@ -21,6 +21,7 @@ from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource
+from mstar.resources.staging import Stage
 from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.deployment import Deployment, merge_deployment
@@ -306,8 +307,8 @@ class _Elsewhere(AttentionBackend):
     def supports(self, need: AttentionNeed) -> str | None:
         return self._inner.supports(replace(need, device=self._device))
 
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
-        return self._inner.plan_kv(memory, batch)
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
+        return self._inner.plan_kv(memory, batch, stage, key)
 
     def plan_ragged(self, lengths: Any) -> RaggedPlan:
         return self._inner.plan_ragged(lengths)

@@ -20,6 +20,7 @@ from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
+from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import DeploymentError, SetupError, nearest
@@ -166,13 +167,14 @@ def resource_contexts(
     # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
     unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
     share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(len(unsized), 1)
+    stage = Stage(device)
     made: dict[str, ResourceContext] = {}
     for name in declared:
         contexts = len(plan.contexts.get(name, ())) or 1
         owners = deployment.max_concurrent_requests * contexts
         if name in plan.graph.sessions:
             owners += deployment.max_sessions * contexts
-        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends)
+        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends, stage)
     return made
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mstar.resources.attention.memory import KVMemory
+from mstar.resources.staging import Stage
 from mstar.spec.errors import SetupError, nearest
 
 __all__ = ["AttentionBackend", "AttentionNeed", "KVBatch", "KVPlan", "RaggedPlan", "pick_backend"]
@@ -106,14 +107,21 @@ class AttentionBackend(abc.ABC):
 
     name: str = ""
     priority: int = 0
+    capturable: bool = False
+    """Whether a plan made on a :class:`~mstar.resources.staging.Lane` can be refilled for the replays of a graph: one
+    query a row, ``step_kv`` ``written`` or ``none``."""
 
     @abc.abstractmethod
     def supports(self, need: AttentionNeed) -> str | None:
         """``None`` if it can serve *need*, else the reason why not, in words for the operator."""
 
     @abc.abstractmethod
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
-        """Plan one step over *memory*."""
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
+        """Plan one step over *memory*.
+
+        :param stage: what the plan needs on the device goes through it, under keys that begin with *key*. On a lane the
+            plan is the same object in each step.
+        """
 
     @abc.abstractmethod
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
