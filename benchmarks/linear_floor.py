@@ -29,6 +29,7 @@ from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, ResourceContext, Row
 from mstar.resources.paged_kv import PagedKV
+from mstar.resources.staging import Stage
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import PagedKV as PagedKVSpec
 
@@ -91,7 +92,7 @@ def attention_of_a_step(
     backends = [NumbaAttention(), TorchAttention()]
     out = {}
     for rows in batches:
-        kv = PagedKV("kv", spec, ResourceContext(torch.device("cpu"), dtype, rows, None, backends))
+        kv = PagedKV("kv", spec, ResourceContext(torch.device("cpu"), dtype, rows, None, backends, stage=Stage("cpu")))
         owners = [Owner(str(row)) for row in range(rows)]
         for owner in owners:
             kv.reserve(owner, kv.units(context + 1))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from mstar.engine.step import Work
 from mstar.nn.node import Node, Step
+from mstar.resources.staging import Lane
 from mstar.spec.deployment import EngineOptions
 
 __all__ = ["Runner"]
@@ -23,6 +25,11 @@ class Runner(abc.ABC):
 
     def prepare(self, nodes: Mapping[str, Node]) -> None:
         """Called once, when all nodes are loaded and before the first request: compile, capture, report progress."""
+
+    def lane(self, work: Sequence[Work], variants: Hashable) -> Lane | None:
+        """Where to plan a step of *work* if a captured graph is to run it, else ``None``. *variants*: what the entry's
+        resources answered to :meth:`mstar.resources.base.Resource.variant`."""
+        return None
 
     @abc.abstractmethod
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -73,13 +73,7 @@ class ResourceContext:
     max_owners: int
     memory: int | None = None
     attention_backends: Sequence[Any] = ()
-    stage: Stage = field(default=None)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.stage is None:
-            from mstar.resources.staging import Stage
-
-            object.__setattr__(self, "stage", Stage(self.device))
+    stage: Stage = field(kw_only=True)
 
 
 class Resource(abc.ABC):

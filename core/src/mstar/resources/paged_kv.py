@@ -236,7 +236,7 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
     token_bytes = KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
     size = spec.page_size
     context_pages = -(-spec.max_tokens // size)
-    affordable = None if context.memory is None else context.memory // (token_bytes * size)
+    affordable = None if context.memory is None else max(context.memory // (token_bytes * size) - 1, 0)
     budget = "" if context.memory is None else f" of {context.memory / 2**20:.1f} MiB"
     if spec.tokens is None:
         pages = context.max_owners * context_pages

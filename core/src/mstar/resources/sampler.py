@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
 from mstar.resources.slotted import SlotResource
+from mstar.resources.staging import Late
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
 from mstar.spec.resources import Sampler
@@ -27,6 +29,7 @@ class SamplerView:
 
     def __init__(self, resource: SamplerResource, rows: RowParams):
         self._resource, self._rows = resource, rows
+        self._logits: list[Tensor] = []
         self.sampled: list[Tensor] = []
         """int64 ``[rows]``, one for each call of :meth:`sample`."""
 
@@ -43,18 +46,27 @@ class SamplerView:
                 f"{self._resource.name}: logits are {tuple(logits.shape)}, expected [rows, vocab] {expected}"
             )
         ids = self._resource.choose(logits, self._rows, len(self.sampled))
+        call = len(self.sampled)
         self.sampled.append(ids)
-        return Sampled(ids, self._report(logits, ids))
+        self._logits.append(logits)
+        return Sampled(ids, partial(self._report, call))
 
-    def _report(self, logits: Tensor, ids: Tensor) -> list[TokenLogprob | None] | None:
-        wanted = self._rows.reports
+    def _report(self, call: int) -> Callable[[], list[TokenLogprob | None]] | None:
+        wanted, count = self._rows.reports, len(self._rows.slots)
         if wanted is None:
             return None
-        found = sampling.token_logprobs(logits[wanted.where], ids[wanted.where], wanted.alternatives)
-        reports: list[TokenLogprob | None] = [None] * len(ids)
-        for row, report in zip(wanted.rows, found, strict=True):
-            reports[row] = report
-        return reports
+        ids = self.sampled[call][wanted.where]
+        tables = sampling.token_logprobs(self._logits[call][wanted.where], ids, max(wanted.alternatives))
+        late = [Late(tensor) for tensor in (ids, *tables)]
+
+        def read() -> list[TokenLogprob | None]:
+            reports: list[TokenLogprob | None] = [None] * count
+            found = sampling.as_reports(*(one.values() for one in late), wanted.alternatives)
+            for row, report in zip(wanted.rows, found, strict=True):
+                reports[row] = report
+            return reports
+
+        return read
 
 
 class SamplerResource(SlotResource):
@@ -71,6 +83,7 @@ class SamplerResource(SlotResource):
     """
 
     kind = "sampler"
+    speculates = True
     spec: Sampler
 
     def __init__(
@@ -87,6 +100,8 @@ class SamplerResource(SlotResource):
         self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
         self._gathered: tuple[tuple[int, ...], RowParams] | None = None
         self._pending: SamplerView | None = None
+        self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
+        self._recent: dict[int, list[Tensor]] = {}  # what it sampled there, for slots with penalties
 
     # --- life -------------------------------------------------------------------------------------------------------
     def open(self, owner: Owner, request: EngineRequest) -> None:
@@ -129,6 +144,7 @@ class SamplerResource(SlotResource):
         state = self._states.pop(self._slots[owner], None)
         if state is not None and state.history is not None:
             self._histories.give_back(state.history)
+        self._recent.pop(self._slots[owner], None)
         self._gathered = None
         super().close(owner)
 
@@ -155,12 +171,27 @@ class SamplerResource(SlotResource):
             return
         params = view._rows
         complete = np.fromiter((row.complete for row in rows), dtype=bool, count=len(rows))
-        self._drawn[params.slots[complete]] += len(view.sampled)
+        done = params.slots[complete]
+        self._drawn[done] += len(view.sampled)
+        self._calls[done] = len(view.sampled)
+        if params.penalties is not None:
+            for row in params.penalties.host_rows.tolist():
+                self._recent[int(params.slots[row])] = [ids[row] for ids in view.sampled]
         for ids in view.sampled:
             if params.penalties is not None:
                 self._histories.add(params.penalties, ids, complete)
             if params.constraints:
                 self._accept(ids, params, complete)
+
+    def retract(self, row: Row) -> None:
+        if not row.complete:
+            return  # it counted for nothing
+        slot = self._slots[row.owner]
+        self._drawn[slot] -= self._calls[slot]
+        history = self._states[slot].history
+        if history is not None:
+            for token in reversed(self._recent.pop(slot)):
+                self._histories.take_back(history, token)
 
     def _accept(self, ids: Tensor, params: RowParams, complete: np.ndarray) -> None:
         tokens = ids.tolist()

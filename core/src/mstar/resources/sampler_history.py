@@ -80,6 +80,11 @@ class TokenHistories:
         self.counts.index_put_((penalties.histories, mine), amount, accumulate=True)
         self._length[penalties.host_histories] += done
 
+    def take_back(self, row: int, token: Tensor) -> None:
+        """*token* (int64, no dimensions), the last that was added to *row*, was not generated after all."""
+        self._length[row] -= 1
+        self.counts[row].index_add_(0, token.reshape(1), self.counts.new_full((1,), -1))
+
     def penalize(self, scores: Tensor, penalties: Penalties) -> None:
         """Apply the penalties to *scores* (float32 ``[step rows, vocab]``) in place."""
         longest = int(self._length[penalties.host_histories].max())

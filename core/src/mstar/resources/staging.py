@@ -1,4 +1,4 @@
-"""The way of a step's host data to the device.
+"""The way of a step's host data to the device, and of its results back.
 
 What a step needs on the device beside its inputs (positions, page tables, slot numbers, random numbers) is computed on
 the host when the step is planned. Resources hand it to the :class:`Stage`, which gives back the tensor that will hold
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Lane", "Stage"]
+__all__ = ["Lane", "Late", "Stage"]
 
 _BLOCK = 1 << 16
 """Bytes of one block. Arrays that are larger get a block of their own."""
@@ -159,6 +159,35 @@ class Stage:
             if event is None:
                 event = self._events[self._turn] = torch.cuda.Event()
             event.record()
+
+
+class Late:
+    """A tensor on its way to the host; who reads it waits until the device has computed it."""
+
+    __slots__ = ("_copy", "_event", "_values")
+
+    def __init__(self, tensor: Tensor):
+        self._event: Any = None
+        self._values: list[Any] | None = None
+        self._copy = tensor
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tensor(self) -> Tensor:
+        """On the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._copy
+
+    def values(self) -> list[Any]:
+        """As Python numbers."""
+        if self._values is None:
+            self._values = self.tensor().tolist()
+        return self._values
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

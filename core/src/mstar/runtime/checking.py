@@ -278,7 +278,7 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     assert device is not None
     assert dtype is not None
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
-    contexts = build.resource_contexts(declared, plan, deployment, registry, _META if absent else device, dtype)
+    contexts = build.resource_contexts(declared, plan, deployment, registry, Stage(_META if absent else device), dtype)
     for name, spec in declared.items():
         with checked.stage(place, f"resources.{name}"):
             context = contexts[name]

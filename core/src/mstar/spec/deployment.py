@@ -33,6 +33,9 @@ class EngineOptions(_Section):
 
     runner: str = Field("eager", description="A name registered through `mstar_engines`.")
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    lookahead: bool | None = Field(
+        None, description="Plan and launch a step while the one before still runs; default: on a GPU."
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 

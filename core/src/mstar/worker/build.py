@@ -51,6 +51,7 @@ class Built:
     plan: Plan
     resources: dict[str, Resource]
     nodes: dict[str, Node]
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
 
@@ -73,9 +74,10 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
-    contexts = resource_contexts(declared, plan, deployment, registry, device, dtype)
+    stage = Stage(device)
+    contexts = resource_contexts(declared, plan, deployment, registry, stage, dtype)
     resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
-    return Built(model, plan, resources, nodes, device, dtype)
+    return Built(model, plan, resources, nodes, stage, device, dtype)
 
 
 def make_model(
@@ -157,24 +159,24 @@ def resource_contexts(
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
-    device: torch.device,
+    stage: Stage,
     dtype: torch.dtype,
 ) -> dict[str, ResourceContext]:
     """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
+    device = stage.device
     free = _free_memory(device)
     # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
     # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
     unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
     share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(len(unsized), 1)
-    stage = Stage(device)
     made: dict[str, ResourceContext] = {}
     for name in declared:
         contexts = len(plan.contexts.get(name, ())) or 1
         owners = deployment.max_concurrent_requests * contexts
         if name in plan.graph.sessions:
             owners += deployment.max_sessions * contexts
-        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends, stage)
+        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends, stage=stage)
     return made
 
 

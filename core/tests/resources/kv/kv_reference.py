@@ -11,6 +11,7 @@ from torch import Tensor
 from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, Resource, ResourceContext, Row
+from mstar.resources.staging import Stage
 
 BACKENDS: dict[str, type[TorchAttention | NumbaAttention]] = {"torch_sdpa": TorchAttention, "numba_cpu": NumbaAttention}
 backend_in_use = "torch_sdpa"
@@ -18,9 +19,8 @@ backend_in_use = "torch_sdpa"
 
 
 def make_context(max_owners: int = 8, memory: int | None = None, dtype: torch.dtype = torch.float32) -> ResourceContext:
-    return ResourceContext(
-        torch.device("cpu"), dtype, max_owners, memory, [BACKENDS[backend_in_use](), TorchAttention()]
-    )
+    backends = [BACKENDS[backend_in_use](), TorchAttention()]
+    return ResourceContext(torch.device("cpu"), dtype, max_owners, memory, backends, stage=Stage("cpu"))
 
 
 def reference(
