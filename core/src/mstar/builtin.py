@@ -33,7 +33,7 @@ def mstar_attention_backends() -> dict[str, str]:
 
 @hookimpl
 def mstar_engines() -> dict[str, str]:
-    return {"eager": "mstar.engine.eager:EagerRunner"}
+    return {"eager": "mstar.engine.eager:EagerRunner", "graphs": "mstar.engine.graphs:GraphRunner"}
 
 
 @hookimpl

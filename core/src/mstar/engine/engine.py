@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 
 from mstar.engine.base import Runner
-from mstar.engine.step import Outcome, RowResult, Work, gather, make_step, split
+from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
+from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
 from mstar.resources.staging import Lane, Stage
 from mstar.spec.errors import RequestError
+from mstar.spec.graph import Entry, NodeSpec
 
 __all__ = ["Engine", "Flight"]
 
@@ -88,42 +92,111 @@ class Engine:
     def _launch(self, work: Sequence[Work]) -> Flight:
         began = time.perf_counter()
         op = work[0].call.op
-        entry = op.entry
+        entry, node = op.entry, op.call.node
         used = [self.resources[name] for name in entry.resources]
         rows = [self._rows(work, resource.name) for resource in used]
-        planned = 0
+        lane = self._lane(work, used, rows)
         try:
             with torch.inference_mode():
-                self.stage.begin(self._lane(work, used, rows))
-                views = {}
-                for resource, mine in zip(used, rows, strict=True):
-                    planned += 1
-                    views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
-                step = make_step(work, views, self.stage, self.device, self.dtype)
-                inputs = gather(entry, op, work, self.device, self.dtype)
-                self.stage.send()
-                outputs = self.runner.run(self.nodes[op.call.node], entry.name, step, inputs)
+                outputs = self._captured(node, entry, op, work, used, rows, lane) if lane is not None else None
+                if outputs is None:
+                    outputs = self._forward(node, entry, op, work, used, rows, None)
                 outcome = split(entry, work, outputs)
                 for resource, mine in zip(used, rows, strict=True):
                     resource.commit(mine, resource.name in entry.frozen)
         except Exception:
-            for resource, mine in zip(used[:planned], rows, strict=False):
-                resource.rollback(mine, resource.name in entry.frozen)
+            _rollback(entry, used, rows)
             for w in work:
                 _trim_partial(w)
             raise
         self.steps += 1
         return Flight(work, used, rows, began, outcome)
 
+    def _forward(
+        self,
+        node: str,
+        entry: Entry,
+        op: CallOp | None,
+        work: Sequence[Work],
+        used: Sequence[Resource],
+        rows: Sequence[Sequence[Row]],
+        lane: Lane | None,
+    ) -> Mapping[str, Any]:
+        """Plan a step and run its node."""
+        stage = self.stage
+        stage.begin(lane)
+        views = {}
+        for resource, mine in zip(used, rows, strict=True):
+            views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
+        step = make_step(work, views, stage, self.device, self.dtype)
+        if op is None:
+            inputs: Mapping[str, Any] = blank_inputs(entry, step.rows, self.device, self.dtype)
+        else:
+            inputs = gather(entry, op, work, stage, self.dtype)
+        stage.send()
+        return self.runner.run(self.nodes[node], entry.name, step, inputs)
+
+    def _captured(
+        self,
+        node: str,
+        entry: Entry,
+        op: CallOp | None,
+        work: Sequence[Work],
+        used: Sequence[Resource],
+        rows: Sequence[Sequence[Row]],
+        lane: Lane,
+    ) -> Mapping[str, Any] | None:
+        """Run a step on *lane*, whose graph is captured first if it is new; ``None`` if that cannot be done."""
+        if lane.graph is not None:
+            return self._forward(node, entry, op, work, used, rows, lane)
+        try:
+            trial = Lane(lane.rows, self.device, lane.variants, trial=True)
+            self._forward(node, entry, op, work, used, rows, trial)
+            _rollback(entry, used, rows)
+            return self._forward(node, entry, op, work, used, rows, lane)
+        except Exception as error:
+            log.debug("capturing a step of %s.%s failed", node, entry.name, exc_info=error)
+            self.runner.give_up(lane, f"{type(error).__name__}: {error}".splitlines()[0])
+            _rollback(entry, used, rows)
+            return None
+
     def _lane(self, work: Sequence[Work], used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> Lane | None:
         """Where a captured graph for this step reads, if the runner has or wants one."""
-        variants = []
+        variants: dict[str, Hashable] = {}
         for resource, mine in zip(used, rows, strict=True):
             variant = resource.variant(mine)
             if variant is None:
                 return None
-            variants.append(variant)
-        return self.runner.lane(work, tuple(variants))
+            variants[resource.name] = variant
+        return self.runner.lane(work, variants)
+
+    # --- before the first request -------------------------------------------------------------------------------------
+    def prepare(self, plan: Plan, rows: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the steps that can be foreseen: one item a row, in a loop. *rows*: the most rows of a step.
+
+        :param on_progress: told how many of how many are done.
+        """
+        self.runner.prepare(self.nodes)
+        todo = [
+            (node.name, entry, size, variants)
+            for node, entry in _looped(plan)
+            for size in self.runner.sizes(min(rows, node.max_rows or rows))
+            for variants in self._variants(entry)
+        ]
+        for done, (node_name, entry, size, variants) in enumerate(todo):
+            on_progress(done, len(todo))
+            lane = self.runner.prepared(node_name, entry, size, variants)
+            if lane is not None:
+                used = [self.resources[name] for name in entry.resources]
+                with torch.inference_mode():
+                    self._captured(node_name, entry, None, (), used, [()] * len(used), lane)
+                    _rollback(entry, used, [()] * len(used))
+
+    def _variants(self, entry: Entry) -> Iterator[dict[str, Hashable]]:
+        used = [self.resources[name] for name in entry.resources]
+        if all(resource.capturable for resource in used):
+            for choice in product(*(resource.variants for resource in used)):
+                yield dict(zip(entry.resources, choice, strict=True))
 
     def _rows(self, work: Sequence[Work], resource: str) -> list[Row]:
         return [Row(self._owner(w, resource), w.tokens, w.complete, _ids(w)) for w in work]
@@ -167,6 +240,21 @@ class Engine:
         for resource, rows in zip(flight.used, flight.rows, strict=True):
             if resource.name not in frozen:
                 resource.retract(rows[index])
+
+
+def _looped(plan: Plan) -> list[tuple[NodeSpec, Entry]]:
+    """The entries that loops call with one item a row."""
+    found = {}
+    for program in plan.programs.values():
+        for op in program:
+            if isinstance(op, CallOp) and op.loops and op.primary == op.entry.chunk:
+                found[op.group] = (plan.graph.node(op.call.node), op.entry)
+    return list(found.values())
+
+
+def _rollback(entry: Entry, used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> None:
+    for resource, mine in zip(used, rows, strict=True):
+        resource.rollback(mine, resource.name in entry.frozen)
 
 
 def _not_finite() -> RequestError:

@@ -70,14 +70,23 @@ def make_step(
     return Step(lengths, offsets, last, complete, views, device, dtype, stage.lane)
 
 
-def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def gather(entry: Entry, op: CallOp, work: Sequence[Work], stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
     """The node's keyword arguments: one tensor (or list, or :class:`Packed`) per input port."""
     primary = next((p for p in entry.inputs if p.name == op.primary), None)
-    return {port.name: _gather_port(port, primary, entry, work, device, dtype) for port in entry.inputs}
+    return {port.name: _gather_port(port, primary, entry, work, stage, dtype) for port in entry.inputs}
+
+
+def blank_inputs(entry: Entry, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Zeros for an entry whose rows have one item each, all of known shape."""
+    inputs = {}
+    for port in entry.inputs:
+        shape = port.shape[1:] if port.layout == "packed" else port.shape
+        inputs[port.name] = torch.zeros((rows, *shape), dtype=torch_dtype(port.dtype, dtype), device=device)  # type: ignore[arg-type]
+    return inputs
 
 
 def _gather_port(
-    port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], device: torch.device, dtype: torch.dtype
+    port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], stage: Stage, dtype: torch.dtype
 ) -> Any:
     values: list[Any] = [w.call.inputs.get(port.name) for w in work]
     missing = sum(v is None for v in values)
@@ -86,7 +95,8 @@ def _gather_port(
             raise NodeFault(f"port {port.name!r} is given by some rows of a step and left out by others")
         return None
     if not isinstance(values[0], Ref):
-        return torch.tensor(values, dtype=torch_dtype(port.dtype, dtype), device=device)
+        sent = stage.put(f"input.{port.name}", np.asarray(values), room=stage.rows(len(values)))
+        return _cast(sent[: len(values)], port, dtype)
     if port.layout == "stacked":
         return _cast(gather_stacked(values), port, dtype)
     if port.layout == "list":

@@ -129,6 +129,11 @@ class Resource(abc.ABC):
         these rows cannot run in a captured graph."""
         return () if self.capturable else None
 
+    @property
+    def variants(self) -> Sequence[Hashable]:
+        """The variants that graphs are captured for before the first request."""
+        return ((),)
+
     @abc.abstractmethod
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> Any:
         """Prepare a step over *rows* on the host and return the view that the node will use. *frozen*: see
@@ -138,7 +143,7 @@ class Resource(abc.ABC):
         """The step succeeded: its state is now *rows*' state."""
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
-        """The step failed: forget it."""
+        """The step failed, or is planned again: forget it. It may not have been planned."""
 
     def retract(self, row: Row) -> None:
         """Undo the last commit of *row*, which a step that should not have been launched has made. Only the owner's

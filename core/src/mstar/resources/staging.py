@@ -12,7 +12,7 @@ ones pointing at places that nothing reads, and keeps what a graph holds on to w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,17 @@ class _Block:
 
 
 class Lane:
-    """The static tensors of one captured step: *rows* rows. Filled anew for each replay."""
+    """The static tensors of one captured step. Filled anew for each replay.
 
-    def __init__(self, rows: int, device: torch.device):
-        self.rows, self.device = rows, device
+    :param variants: resource → the variant that its view runs (:meth:`mstar.resources.base.Resource.variant`).
+    :param trial: the step runs as plain calls, to load and compile what a capture must find ready.
+    :ivar graph: the engine's recording. :ivar key: what the engine knows the lane by.
+    """
+
+    def __init__(self, rows: int, device: torch.device, variants: Mapping[str, Hashable], trial: bool = False):
+        self.rows, self.device, self.variants, self.trial = rows, device, variants, trial
+        self.graph: Any = None
+        self.key: Hashable = None
         self.blocks: list[_Block] = []
         self.tensors: dict[str, tuple[_Block, int, Tensor]] = {}
         self.kept: dict[str, Any] = {}

@@ -207,7 +207,7 @@ def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, c
     lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
         "executor": (registry.executor, deployment.executor),
         "scheduler.policy": (registry.scheduler, deployment.scheduler.policy),
-        "engine.runner": (registry.runner, deployment.engine.runner),
+        "engine.runner": (registry.runner, deployment.engine.runner or "eager"),
     }
     for key, (look_up, name) in lookups.items():
         with checked.stage(_place(checked.spec, config), key):

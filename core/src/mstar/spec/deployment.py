@@ -31,7 +31,9 @@ class SchedulerOptions(_Section):
 class EngineOptions(_Section):
     """How steps are run."""
 
-    runner: str = Field("eager", description="A name registered through `mstar_engines`.")
+    runner: str | None = Field(
+        None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
+    )
     attention: str | None = Field(None, description="Force an attention backend by name.")
     lookahead: bool | None = Field(
         None, description="Plan and launch a step while the one before still runs; default: on a GPU."

@@ -74,6 +74,11 @@ class _Handle:
     void: bool = False
 
 
+def runner_name(deployment: Deployment, device: torch.device) -> str:
+    """The engine's runner: as the deployment says, else captured graphs on a GPU."""
+    return deployment.engine.runner or ("graphs" if device.type == "cuda" else "eager")
+
+
 def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
     """Whether a worker launches a step before the one before has landed: as the deployment says, else on a GPU."""
     ahead = deployment.engine.lookahead
@@ -99,8 +104,7 @@ class Worker:
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
             deployment.scheduler, group_limits=lambda group: limits.get(group[0])
         )
-        runner = registry.runner(deployment.engine.runner)(deployment.engine)
-        runner.prepare(built.nodes)
+        runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
         self.engine = Engine(
             built.nodes,
             built.resources,
@@ -111,6 +115,7 @@ class Worker:
             built.dtype,
             self._step_done if self.observers.watched("mstar_step_done") else None,
         )
+        self._prepare(on_phase)
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
@@ -120,6 +125,21 @@ class Worker:
         self._events: list[Event] = []
         self._next_check = time.monotonic()
         self._checked = False
+
+    def _prepare(self, on_phase: Callable[[Phase], None]) -> None:
+        """Capture, compile and warm up, before the first request."""
+        deployment = self.config.deployment
+        contexts = max((len(names) for names in self.plan.contexts.values()), default=1)
+        rows = min(deployment.scheduler.max_step_rows, deployment.max_concurrent_requests * contexts)
+
+        def report(done: int, total: int) -> None:
+            on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
+
+        self.engine.prepare(self.plan, rows, report)
+        status = self.engine.runner.status()
+        if status.get("graphs"):
+            size = status["graph_bytes"] / 2**20
+            log.info("captured %d graphs in %.1f s, %.0f MiB", status["graphs"], status["graph_seconds"], size)
 
     # --- commands -----------------------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
@@ -219,6 +239,7 @@ class Worker:
             "waiting": self.scheduler.waiting,
             "sessions": len(self.sessions),
             "steps": self.engine.steps,
+            "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "observer_failures": self.observers.report(),
         }
