@@ -10,7 +10,8 @@ Three choices make it fast and exact:
   alike alone and among others.
 * A token is drawn by inverting the cumulative distribution in the vocabulary's order, with one uniform number a row:
   block sums find the block, a running sum finds the token in it. No sort, no noise per entry of the vocabulary.
-* Every parameter is a tensor with one entry a row, so that the same calls can be captured in a CUDA graph.
+* Every parameter is a tensor with one entry a row. On CUDA :mod:`mstar.nn.ops.cuda_sampling` does the same in a few
+  kernels, which read the parameters by slot and can be captured in a graph.
 
 Random numbers are counter-based: a pure function of (stream key, number of draws so far) computed on the host in
 integers, hence the same on every device and in every batch.

@@ -9,6 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotation
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
@@ -60,6 +63,29 @@ class PagedView:
         """
         if self._places is not None:
             self._memory.write(layer, self._places, k, v)
+        window = self._windows[layer] if self._windows else None
+        return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None = None,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """:meth:`attend` for what a fused projection gives, in one operation where the device has one: norm and rotate
+        queries and keys first.
+
+        :param heads: ``[N, q_heads + 2 * kv_heads, head_dim]``: queries, keys, values; may be overwritten.
+        """
+        keys, values = self._memory.keys_values(layer)
+        q, k, v = ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, keys, values, self._places)
         window = self._windows[layer] if self._windows else None
         return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.nn import sampling
+from mstar.nn import ops, sampling
 from mstar.nn.node import Sampled
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler_history import TokenHistories
@@ -92,6 +92,7 @@ class SamplerResource(SlotResource):
         super().__init__(name, spec, context, slots=context.max_owners)
         self._device = torch.device(context.device)
         self._constraints = constraints
+        self._fused = ops.fused_sample(self._device)
         self._table = SlotTable(context.max_owners, self._device)
         self._states: dict[int, SlotParams] = {}
         self._keys = np.zeros(context.max_owners, dtype=np.uint64)
@@ -207,6 +208,9 @@ class SamplerResource(SlotResource):
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
         scores = self._edited(logits, rows, call)
+        if self._fused is not None:
+            table, numbers = self._table, self._numbers(rows, call)
+            return self._fused(scores, rows.index, table.floats, table.top_k, numbers, rows.filters)
         if rows.all_greedy:
             ids = sampling.argmax(scores)
             # A NaN anywhere in a row wins its argmax.
@@ -220,11 +224,17 @@ class SamplerResource(SlotResource):
         weights = work.sub_(best.unsqueeze(1)).exp_()
         if rows.filters:
             weights.mul_(keep)
-        numbers = sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + call)
-        ids = sampling.draw(weights, torch.from_numpy(numbers).to(self._device))
+        ids = sampling.draw(weights, self._numbers(rows, call))
         if rows.greedy is not None and greedy is not None:
             ids = torch.where(rows.greedy, greedy, ids)
         return _marked(ids, best)
+
+    def _numbers(self, rows: RowParams, call: int) -> Tensor:
+        """The rows' random numbers for the step's *call*-th use, float64 ``[rows]``; anything if no row draws."""
+        if rows.all_greedy:
+            return torch.empty(len(rows.slots), dtype=torch.float64, device=self._device)
+        numbers = sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + call)
+        return torch.from_numpy(numbers).to(self._device)
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Two float32 ``[rows, vocab]``, kept between steps: fresh memory of this size costs more than the maths on it.

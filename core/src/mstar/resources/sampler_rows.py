@@ -82,12 +82,14 @@ def _checked(ids: Sequence[int], vocab: int, param: str) -> list[int]:
 
 
 class SlotTable:
-    """The numeric parameters of all slots as device tensors, so that a step gathers them with two index operations."""
+    """The numeric parameters of all slots as device tensors, so that a step gathers them with two index operations, or
+    a kernel reads them by slot."""
 
-    INVERSE_TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
+    INVERSE_TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, GREEDY = range(7)
+    """Columns of ``floats``. :mod:`mstar.nn.ops.cuda_sampling` knows them too."""
 
     def __init__(self, slots: int, device: torch.device):
-        self.floats = torch.zeros(slots, 6, device=device)  # float32
+        self.floats = torch.zeros(slots, 7, device=device)  # float32
         self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def set(self, slot: int, params: SamplingParams) -> None:
@@ -99,6 +101,7 @@ class SlotTable:
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
+            float(greedy),
         )
         self.floats[slot] = torch.tensor(values)
         self.top_k[slot] = params.top_k
@@ -137,12 +140,14 @@ class Reports(NamedTuple):
 class RowParams:
     """The parameters of one set of rows, in row order. Built when the set changes, then used step after step.
 
+    :param index: *slots* on the device.
     :param all_greedy: no row draws. :param greedy: bool ``[rows]``, or ``None`` when all rows draw.
     :param inverse_temperature: ``[rows, 1]``, 1 in greedy rows.
     :param filters: whether any row drops unlikely tokens.
     """
 
     slots: np.ndarray
+    index: Tensor
     all_greedy: bool
     greedy: Tensor | None
     inverse_temperature: Tensor
@@ -170,6 +175,7 @@ class RowParams:
         greedy = [s.params.temperature < GREEDY_BELOW for s in states]
         rows = cls(
             slots=np.array(slots),
+            index=number,
             all_greedy=all(greedy),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             inverse_temperature=floats[:, SlotTable.INVERSE_TEMPERATURE].unsqueeze(1),
