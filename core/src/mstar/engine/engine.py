@@ -129,11 +129,11 @@ class Engine:
         for resource, mine in zip(used, rows, strict=True):
             views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
         step = make_step(work, views, stage, self.device, self.dtype)
+        stage.send()
         if op is None:
             inputs: Mapping[str, Any] = blank_inputs(entry, step.rows, self.device, self.dtype)
         else:
-            inputs = gather(entry, op, work, stage, self.dtype)
-        stage.send()
+            inputs = gather(entry, op, work, self.device, self.dtype)
         return self.runner.run(self.nodes[node], entry.name, step, inputs)
 
     def _captured(
@@ -163,8 +163,9 @@ class Engine:
     def _lane(self, work: Sequence[Work], used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> Lane | None:
         """Where a captured graph for this step reads, if the runner has or wants one."""
         variants: dict[str, Hashable] = {}
+        frozen = work[0].call.op.entry.frozen
         for resource, mine in zip(used, rows, strict=True):
-            variant = resource.variant(mine)
+            variant = resource.variant(mine, resource.name in frozen)
             if variant is None:
                 return None
             variants[resource.name] = variant
@@ -177,11 +178,13 @@ class Engine:
         :param on_progress: told how many of how many are done.
         """
         self.runner.prepare(self.nodes)
+        sizes = self.runner.sizes(rows)
         todo = [
             (node.name, entry, size, variants)
             for node, entry in _looped(plan)
-            for size in self.runner.sizes(min(rows, node.max_rows or rows))
+            for size in sizes
             for variants in self._variants(entry)
+            if node.max_rows is None or size <= node.max_rows or size == sizes[-1]
         ]
         for done, (node_name, entry, size, variants) in enumerate(todo):
             on_progress(done, len(todo))

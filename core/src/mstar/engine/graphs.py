@@ -33,8 +33,6 @@ __all__ = ["Captured", "CudaRecorder", "GraphRunner", "Recorder", "row_buckets"]
 
 log = logging.getLogger(__name__)
 
-_WORTH = 6
-"""How often a step that is not captured at start must come before it is captured."""
 _KEPT = 64
 """Most graphs of such steps; the one unused longest makes room."""
 
@@ -95,7 +93,7 @@ class Captured:
             if static is not None:
                 given: Tensor = inputs[name]
                 rows = given.shape[0]
-                static[:rows].copy_(given, non_blocking=True)
+                _fill(static, given)
         self.replay()
         return {port: _taken(value, rows) for port, value in self.outputs.items()}
 
@@ -111,11 +109,18 @@ class GraphRunner(Runner):
     """Runs steps in captured graphs where it can.
 
     :param recorder: how a graph is made; tests record without a GPU.
+    :param worth: how often a step that is not captured at start must come before it is captured.
     """
 
-    def __init__(self, options: EngineOptions, recorder: Recorder | None = None, device: torch.device | str = "cuda"):
+    def __init__(
+        self,
+        options: EngineOptions,
+        recorder: Recorder | None = None,
+        device: torch.device | str = "cuda",
+        worth: int = 6,
+    ):
         super().__init__(options)
-        self._device = torch.device(device)
+        self._device, self._worth = torch.device(device), worth
         self._eager = EagerRunner(options)
         self._recorder = recorder or CudaRecorder()
         self._buckets: list[int] = []
@@ -147,7 +152,7 @@ class GraphRunner(Runner):
         if key in self.faults:
             return None
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen < _WORTH:
+        if seen < self._worth:
             return None
         if len(self._late) >= _KEPT:
             oldest = next(iter(self._late))
@@ -237,10 +242,19 @@ def _shapes(entry: Entry, work: Work) -> Hashable:
 
 
 def _padded(value: Any, rows: int) -> Tensor | None:
-    """A tensor that stays, *rows* long, with *value* at its beginning and zeros after it."""
+    """A tensor that stays, *rows* long, filled with *value*."""
     if value is None:
         return None
     with torch.inference_mode(False):
         static = torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
-    static[: value.shape[0]].copy_(value)
+    _fill(static, value)
     return static
+
+
+def _fill(static: Tensor, value: Tensor) -> None:
+    """Put *value* into the first rows, and its first row into the others: they are like a request's, whatever the node
+    expects of one."""
+    rows = value.shape[0]
+    static[:rows].copy_(value, non_blocking=True)
+    if rows < static.shape[0]:
+        static[rows:].copy_(value[:1].expand(static.shape[0] - rows, *value.shape[1:]), non_blocking=True)

@@ -14,7 +14,7 @@ from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun
 from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
-from mstar.resources.staging import Late, Stage
+from mstar.resources.staging import Late, Stage, to_device
 from mstar.spec.graph import Entry, Port
 
 __all__ = ["NodeFault", "Outcome", "RowResult", "Work", "gather", "make_step", "split"]
@@ -70,10 +70,10 @@ def make_step(
     return Step(lengths, offsets, last, complete, views, device, dtype, stage.lane)
 
 
-def gather(entry: Entry, op: CallOp, work: Sequence[Work], stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
+def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The node's keyword arguments: one tensor (or list, or :class:`Packed`) per input port."""
     primary = next((p for p in entry.inputs if p.name == op.primary), None)
-    return {port.name: _gather_port(port, primary, entry, work, stage, dtype) for port in entry.inputs}
+    return {port.name: _gather_port(port, primary, entry, work, device, dtype) for port in entry.inputs}
 
 
 def blank_inputs(entry: Entry, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def blank_inputs(entry: Entry, rows: int, device: torch.device, dtype: torch.dty
 
 
 def _gather_port(
-    port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], stage: Stage, dtype: torch.dtype
+    port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], device: torch.device, dtype: torch.dtype
 ) -> Any:
     values: list[Any] = [w.call.inputs.get(port.name) for w in work]
     missing = sum(v is None for v in values)
@@ -95,8 +95,7 @@ def _gather_port(
             raise NodeFault(f"port {port.name!r} is given by some rows of a step and left out by others")
         return None
     if not isinstance(values[0], Ref):
-        sent = stage.put(f"input.{port.name}", np.asarray(values), room=stage.rows(len(values)))
-        return _cast(sent[: len(values)], port, dtype)
+        return to_device(values, device, torch_dtype(port.dtype, dtype))
     if port.layout == "stacked":
         return _cast(gather_stacked(values), port, dtype)
     if port.layout == "list":

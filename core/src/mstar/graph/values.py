@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.resources.staging import Late
+from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.graph import Port
 
@@ -99,7 +99,7 @@ def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype, 
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"{name!r} takes an array, got a {type(array).__name__}: {error}"
         raise RequestError(message, param=name) from None
-    return tensor.to(device=device, dtype=torch_dtype(port.dtype, model))
+    return to_device(tensor, device).to(torch_dtype(port.dtype, model))
 
 
 def _runs(refs: Sequence[Ref]) -> list[Tensor]:

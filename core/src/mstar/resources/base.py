@@ -124,7 +124,7 @@ class Resource(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot skip")
 
     # --- a step -------------------------------------------------------------------------------------------------------
-    def variant(self, rows: Sequence[Row]) -> Hashable | None:
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
         """What of *rows* decides which operations the view will run: a graph is captured for each variant. ``None``:
         these rows cannot run in a captured graph."""
         return () if self.capturable else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
+from mstar.resources.staging import to_device
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
@@ -65,7 +66,6 @@ class PagedView:
             self._memory.write(layer, self._places, k, v)
         window = self._windows[layer] if self._windows else None
         return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
-
 
     def attend_heads(
         self,
@@ -177,6 +177,9 @@ class PagedKV(Resource):
         self._mirror(owner, 0)
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        return () if self.capturable and not frozen else None
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size
         count = stage.rows(len(rows))
@@ -225,7 +228,7 @@ class PagedKV(Resource):
         if copies:
             size = self.pool.page_size
             places = np.asarray(copies, np.int64)[:, :, None] * size + np.arange(size)
-            both = torch.from_numpy(places.transpose(1, 0, 2).reshape(2, -1)).to(self.memory.data.device)
+            both = to_device(places.transpose(1, 0, 2).reshape(2, -1), self.memory.data.device)
             self.memory.copy(both[0], both[1])
 
     def _mirror(self, owner: Owner, first: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
 from mstar.resources.slotted import SlotResource
-from mstar.resources.staging import Late
+from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
 from mstar.spec.resources import Sampler
@@ -25,13 +25,24 @@ __all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
 
 
 class SamplerView:
-    """One step of the sampler. ``step["sampler"].sample(logits)``."""
+    """One step of the sampler. ``step["sampler"].sample(logits)``.
 
-    def __init__(self, resource: SamplerResource, rows: RowParams):
-        self._resource, self._rows = resource, rows
+    :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for so
+        many uses of the sampler in the step. Both are filled when the step is planned.
+    """
+
+    def __init__(self, resource: SamplerResource, index: Tensor, numbers: Tensor):
+        self._resource, self.index, self._numbers = resource, index, numbers
         self._logits: list[Tensor] = []
         self.sampled: list[Tensor] = []
         """int64 ``[rows]``, one for each call of :meth:`sample`."""
+
+    def fill(self, rows: RowParams, real: int, filters: bool, replay: bool) -> None:
+        """The step has *rows*, of which the first *real* are no padding. *replay*: the node is not called again; a
+        graph repeats what its calls did."""
+        self.rows, self.real, self.filters = rows, real, filters
+        if not replay:
+            self.sampled, self._logits = [], []
 
     def sample(self, logits: Tensor) -> Sampled:
         """Choose one token per row. *logits*: ``[rows, vocab]`` in row order, any float dtype; they are not changed.
@@ -40,19 +51,25 @@ class SamplerView:
         penalties and constraints see tokens of earlier steps only. Rows whose call is not complete are sampled to no
         consequence.
         """
-        expected = (len(self._rows.slots), self._resource.spec.vocab)
+        expected = (len(self.rows.slots), self._resource.spec.vocab)
         if tuple(logits.shape) != expected:
             raise ValueError(
                 f"{self._resource.name}: logits are {tuple(logits.shape)}, expected [rows, vocab] {expected}"
             )
-        ids = self._resource.choose(logits, self._rows, len(self.sampled))
         call = len(self.sampled)
+        ids = self._resource.choose(logits, self, call)
         self.sampled.append(ids)
         self._logits.append(logits)
         return Sampled(ids, partial(self._report, call))
 
+    def numbers(self, call: int) -> Tensor:
+        """The rows' random numbers for the *call*-th use, float64 ``[rows]``; anything if no row draws."""
+        if call < len(self._numbers):
+            return self._numbers[call]
+        return self._resource.more_numbers(self.rows, call)  # it is used more often than ever before
+
     def _report(self, call: int) -> Callable[[], list[TokenLogprob | None]] | None:
-        wanted, count = self._rows.reports, len(self._rows.slots)
+        wanted, count = self.rows.reports, self.real
         if wanted is None:
             return None
         ids = self.sampled[call][wanted.where]
@@ -84,6 +101,7 @@ class SamplerResource(SlotResource):
 
     kind = "sampler"
     speculates = True
+    capturable = True
     spec: Sampler
 
     def __init__(
@@ -93,14 +111,18 @@ class SamplerResource(SlotResource):
         self._device = torch.device(context.device)
         self._constraints = constraints
         self._fused = ops.fused_sample(self._device)
-        self._table = SlotTable(context.max_owners, self._device)
-        self._states: dict[int, SlotParams] = {}
-        self._keys = np.zeros(context.max_owners, dtype=np.uint64)
-        self._drawn = np.zeros(context.max_owners, dtype=np.int64)
+        # The last slot is that of the rows which pad a captured step.
+        self._padding = context.max_owners
+        self._table = SlotTable(context.max_owners + 1, self._device)
+        self._states: dict[int, SlotParams] = {self._padding: SlotParams(SamplingParams(temperature=0.0))}
+        self._table.set(self._padding, self._states[self._padding].params)
+        self._keys = np.zeros(context.max_owners + 1, dtype=np.uint64)
+        self._drawn = np.zeros(context.max_owners + 1, dtype=np.int64)
         self._histories = TokenHistories(spec.vocab, self._device)
         self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
         self._gathered: tuple[tuple[int, ...], RowParams] | None = None
         self._pending: SamplerView | None = None
+        self._most_calls = 1  # uses of the sampler in one step, so far
         self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
         self._recent: dict[int, list[Tensor]] = {}  # what it sampled there, for slots with penalties
 
@@ -156,13 +178,51 @@ class SamplerResource(SlotResource):
         """Nothing to do: the prompt's ids were read from the request."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        """Whether unlikely tokens are dropped. Rows whose logits are edited first run without a graph."""
+        params = self._params(rows, len(rows))
+        return None if params.edits or self._unstoppable(params, 0) else self._filtered(params)
+
+    @property
+    def variants(self) -> Sequence[Hashable]:
+        return ("plain", "filtered")
+
+    @staticmethod
+    def _filtered(params: RowParams) -> str:
+        return "filtered" if params.filters else "plain"
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> SamplerView:
-        slots = tuple([self._slots[row.owner] for row in rows])
+        stage = self.context.stage
+        lane = stage.lane
+        params = self._params(rows, stage.rows(len(rows)))
+        calls = stage.keep(f"{self.name}.calls", lambda: self._most_calls)
+        numbers = self._draws(params, np.arange(calls)[:, None])
+        index = stage.put(f"{self.name}.slots", params.slots)
+        sent = stage.put(f"{self.name}.numbers", numbers)
+        view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self, index, sent))
+        filtered = params.filters if lane is None else lane.variants[self.name] == "filtered"
+        view.fill(params, len(rows), filtered, replay=lane is not None and lane.graph is not None)
+        self._pending = view
+        return view
+
+    def _params(self, rows: Sequence[Row], count: int) -> RowParams:
+        """The parameters of *rows*, and of padding up to *count*."""
+        slots = (*(self._slots[row.owner] for row in rows), *[self._padding] * (count - len(rows)))
         if self._gathered is None or self._gathered[0] != slots:
             states = [self._states[slot] for slot in slots]
-            self._gathered = (slots, RowParams.gather(slots, states, self._table))
-        self._pending = SamplerView(self, self._gathered[1])
-        return self._pending
+            self._gathered = (slots, RowParams.gather(slots, states, self._table, by_slot=self._fused is not None))
+        return self._gathered[1]
+
+    def _draws(self, rows: RowParams, calls: np.ndarray) -> np.ndarray:
+        """Random numbers for the *calls*-th uses of the sampler in a step."""
+        return sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + calls)
+
+    def more_numbers(self, rows: RowParams, call: int) -> Tensor:
+        self._most_calls = max(self._most_calls, call + 1)
+        lane = self.context.stage.lane
+        if lane is not None and not lane.trial:
+            raise IntegrityError(f"{self.name}: a captured step uses the sampler more often than its trial did")
+        return to_device(self._draws(rows, np.array(call)), self._device)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         view, self._pending = self._pending, None
@@ -170,8 +230,9 @@ class SamplerResource(SlotResource):
             raise IntegrityError(f"{self.name}: commit without a plan")
         if frozen or not view.sampled:
             return
-        params = view._rows
-        complete = np.fromiter((row.complete for row in rows), dtype=bool, count=len(rows))
+        params = view.rows
+        complete = np.zeros(len(params.slots), dtype=bool)  # padding counts for nothing
+        complete[: len(rows)] = [row.complete for row in rows]
         done = params.slots[complete]
         self._drawn[done] += len(view.sampled)
         self._calls[done] = len(view.sampled)
@@ -204,13 +265,13 @@ class SamplerResource(SlotResource):
         self._pending = None
 
     # --- choosing -----------------------------------------------------------------------------------------------------
-    def choose(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
+    def choose(self, logits: Tensor, view: SamplerView, call: int) -> Tensor:
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
+        rows, numbers = view.rows, view.numbers(call)
         scores = self._edited(logits, rows, call)
         if self._fused is not None:
-            table, numbers = self._table, self._numbers(rows, call)
-            return self._fused(scores, rows.index, table.floats, table.top_k, numbers, rows.filters)
+            return self._fused(scores, view.index, self._table.floats, self._table.top_k, numbers, view.filters)
         if rows.all_greedy:
             ids = sampling.argmax(scores)
             # A NaN anywhere in a row wins its argmax.
@@ -224,17 +285,10 @@ class SamplerResource(SlotResource):
         weights = work.sub_(best.unsqueeze(1)).exp_()
         if rows.filters:
             weights.mul_(keep)
-        ids = sampling.draw(weights, self._numbers(rows, call))
+        ids = sampling.draw(weights, numbers)
         if rows.greedy is not None and greedy is not None:
             ids = torch.where(rows.greedy, greedy, ids)
         return _marked(ids, best)
-
-    def _numbers(self, rows: RowParams, call: int) -> Tensor:
-        """The rows' random numbers for the step's *call*-th use, float64 ``[rows]``; anything if no row draws."""
-        if rows.all_greedy:
-            return torch.empty(len(rows.slots), dtype=torch.float64, device=self._device)
-        numbers = sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + call)
-        return torch.from_numpy(numbers).to(self._device)
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Two float32 ``[rows, vocab]``, kept between steps: fresh memory of this size costs more than the maths on it.
@@ -246,7 +300,7 @@ class SamplerResource(SlotResource):
 
     def _edited(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
         """The logits with bias, masks and penalties: *logits* itself when nothing applies, else a float32 copy."""
-        unstoppable = [entry for entry in rows.minimums if self._drawn[entry[1]] + call < entry[2]]
+        unstoppable = self._unstoppable(rows, call)
         if not rows.edits and not unstoppable:
             return logits
         scores = self._workspace(len(logits))[0].copy_(logits)
@@ -262,12 +316,16 @@ class SamplerResource(SlotResource):
             self._histories.penalize(scores, rows.penalties)
         return scores
 
+    def _unstoppable(self, rows: RowParams, call: int) -> list[tuple[int, int, int, Tensor]]:
+        """The rows that may not stop yet."""
+        return [entry for entry in rows.minimums if self._drawn[entry[1]] + call < entry[2]]
+
     def _constrain(self, scores: Tensor, rows: RowParams) -> None:
         words = torch.zeros(len(rows.constraints), -(-self.spec.vocab // 32), dtype=torch.int32)
         for word, (_, constraint) in zip(words, rows.constraints, strict=True):
             constraint.mask(word)
-        index = torch.tensor([row for row, _ in rows.constraints], device=self._device)
-        sampling.allow_only(scores, index, sampling.unpack_bitmask(words.to(self._device), self.spec.vocab))
+        index = to_device([row for row, _ in rows.constraints], self._device)
+        sampling.allow_only(scores, index, sampling.unpack_bitmask(to_device(words, self._device), self.spec.vocab))
 
     @staticmethod
     def _threshold(scores: Tensor, best: Tensor, rows: RowParams) -> Tensor:

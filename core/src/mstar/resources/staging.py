@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Lane", "Late", "Stage"]
+__all__ = ["Lane", "Late", "Stage", "to_device"]
 
 _BLOCK = 1 << 16
 """Bytes of one block. Arrays that are larger get a block of their own."""
@@ -166,6 +166,13 @@ class Stage:
             if event is None:
                 event = self._events[self._turn] = torch.cuda.Event()
             event.record()
+
+
+def to_device(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of *data* (an array, a tensor on the CPU, numbers) on *device*; does not wait for what the device is
+    doing, as a plain copy from pageable memory does."""
+    host = torch.as_tensor(data, dtype=dtype, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class Late:

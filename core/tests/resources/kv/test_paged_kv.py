@@ -211,8 +211,8 @@ def test_growing_past_the_promise_changes_nothing() -> None:
 def test_sizing() -> None:
     assert make(max_owners=3).capacity() == 72
     token = 2 * 2 * 2 * 8 * 4
-    assert make(memory=token * 100).capacity() == 25
-    with pytest.raises(SetupError, match=r"max_tokens=96 needs 24 pages.*holds 20 pages.*memory budget"):
+    assert make(memory=token * 100).capacity() == 24  # and the page of padding rows
+    with pytest.raises(SetupError, match=r"max_tokens=96 needs 24 pages.*holds 19 pages.*memory budget"):
         make(memory=token * 80)
     with pytest.raises(SetupError, match="tokens=64"):
         make(tokens=64)

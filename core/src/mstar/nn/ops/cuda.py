@@ -253,4 +253,3 @@ def _packed(x: Tensor) -> bool:
             return False
         expected *= size
     return True
-
