@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mstar.engine.base import Runner
+from mstar.engine.device import raise_if_lost
 from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
 from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
@@ -76,10 +77,14 @@ class Engine:
 
     # --- launch -------------------------------------------------------------------------------------------------------
     def launch(self, work: Sequence[Work]) -> list[Flight]:
-        """Start a step; several if a failure made it be repeated in parts. Every call is in one of them."""
+        """Start a step; several if a failure made it be repeated in parts. Every call is in one of them.
+
+        :raises DeviceLost: nothing more can be computed here.
+        """
         try:
             return [self._launch(work)]
         except Exception as error:
+            raise_if_lost(error)
             failure = error
         if len(work) == 1:
             trace = None if isinstance(failure, RequestError) else failure
@@ -206,9 +211,19 @@ class Engine:
 
     # --- land ---------------------------------------------------------------------------------------------------------
     def land(self, flight: Flight) -> list[RowResult | Exception]:
-        """Wait until *flight* is done. One result per call, in order: what it computed, or why it failed."""
+        """Wait until *flight* is done. One result per call, in order: what it computed, or why it failed.
+
+        :raises DeviceLost: nothing more can be computed here.
+        """
         if flight.failure is not None:
             return [flight.failure]
+        try:
+            return self._read(flight)
+        except Exception as error:
+            raise_if_lost(error)
+            raise
+
+    def _read(self, flight: Flight) -> list[RowResult | Exception]:
         outcome = flight.outcome
         assert outcome is not None
         results: list[RowResult | Exception] = list(outcome.results)

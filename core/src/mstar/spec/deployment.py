@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -10,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mstar.spec.errors import DeploymentError, nearest
 
 __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
+
+_OPTIONS = frozenset({"knobs", "kwargs", "options", "model_options", "parameters"})
+"""Words that people try for ``model_kwargs``."""
 
 
 class _Section(BaseModel):
@@ -78,9 +82,16 @@ class Deployment(_Section):
         return lines
 
 
-def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
+def merge_deployment(
+    model: str,
+    *layers: dict[str, Any] | None,
+    knobs: Iterable[str] = (),
+    places: Mapping[str, str] | None = None,
+) -> Deployment:
     """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment.
 
+    :param knobs: names of the model's request parameters, for the hint when one is taken for a deployment's key.
+    :param places: where keys stand, for the message.
     :raises DeploymentError: with every fault.
     """
     merged: dict[str, Any] = {"model": model}
@@ -89,7 +100,10 @@ def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
     try:
         return Deployment.model_validate(merged)
     except ValidationError as error:
-        raise DeploymentError(_fault(e) for e in error.errors(include_url=False)) from None
+        options = merged.get("model_kwargs")
+        known = options if isinstance(options, dict) else {}
+        faults = [_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)]
+        raise DeploymentError(faults, places) from None
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -101,9 +115,16 @@ def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _fault(error: Any) -> tuple[str, str]:
+def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tuple[str, str]:
+    """*options*: the ``model_kwargs`` that the deployment has."""
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] != "extra_forbidden":
         return path, f"{error['msg']} (got {error['input']!r})"
+    if path in options:
+        return path, f"unknown key; did you mean 'model_kwargs: {{{path}: …}}'?"
+    if path in _OPTIONS:
+        return path, "unknown key; did you mean 'model_kwargs'? A model's options stand there"
+    if path in knobs:
+        return path, "unknown key: this is a parameter of requests; options of the model stand under 'model_kwargs:'"
     section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
     return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

@@ -1,4 +1,4 @@
-"""Makes a worker's steps fail for chosen requests, in the middle of the forward pass."""
+"""Makes a worker's steps fail for chosen requests, in the middle of the forward pass; finds moments to interrupt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mstar.engine.step import Work
 from mstar.nn.node import Node, Step
 from mstar.testing.drive import Driver
 
-__all__ = ["Boom", "FaultyRunner", "doom"]
+__all__ = ["Boom", "FaultyRunner", "doom", "watch_cuts"]
 
 
 class Boom(RuntimeError):
@@ -71,3 +71,18 @@ def doom(driver: Driver, doomed: set[str], at: int | None = None) -> FaultyRunne
 
     engine._launch = launch  # type: ignore[method-assign]
     return runner
+
+
+def watch_cuts(driver: Driver) -> set[str]:
+    """The requests that have a call of which only some chunks are computed; kept up to date."""
+    engine, cut = driver.worker.engine, set[str]()
+    plain = engine._step
+
+    def step(work: Sequence[Work]) -> list[RowResult]:
+        results = plain(work)
+        for w in work:
+            (cut.discard if w.complete else cut.add)(w.call.run.request.id)
+        return results
+
+    engine._step = step  # type: ignore[method-assign]
+    return cut

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,9 +24,10 @@ from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import DeploymentError, SetupError, nearest
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
 
 __all__ = [
@@ -57,19 +59,34 @@ class Built:
 
 
 def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
-    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change."""
+    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
+    family's own code raises."""
+    spec = registry.model(config.key)
+    try:
+        return _build(config, spec, registry, on_phase)
+    except MstarError:
+        raise
+    except Exception as error:
+        what = f"the worker of {spec.key!r} could not be built"
+        fault = family_fault(what, error, (spec.model, spec.processor))
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
     deployment = config.deployment
     device = pick_device(deployment.device)
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
     weights = None if config.weights is None else Path(config.weights)
-    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
+    model = make_model(spec, weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
-        raise DeploymentError(faults)
+        raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
@@ -210,31 +227,52 @@ def _load_nodes(
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
 ) -> dict[str, Node]:
-    nodes: dict[str, Node] = {}
-    for spec in plan.graph.nodes:
-        weight_map = model.weights(spec.name)
-        if weight_map is None:
-            node = model.build(spec.name).to(device)
-        else:
-            if weights is None:
-                raise SetupError(f"node {spec.name!r} needs weights and none were given; pass --weights DIR")
+    maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
+    nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
+    for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
+        raise SetupError(fault)
+    mapped = {name: found for name, found in maps.items() if found is not None}
+    if mapped:
+        _load_weights(nodes, mapped, weights, device, dtype, on_phase)
+    return {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}
 
-            def report(done: int, total: int, name: str = spec.name) -> None:
-                share = done / total if total else 1.0
-                detail = f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-                on_phase(Phase(name="weights", progress=share, detail=detail))
 
-            with torch.device("meta"):
-                node = model.build(spec.name)
-            from mstar.weights.loader import load  # models without weights need no safetensors
+def _build_node(model: Model, name: str, on_meta: bool) -> Node:
+    if not on_meta:
+        return model.build(name)
+    with torch.device("meta"):
+        return model.build(name)
 
-            load(node, weight_map, weights, device, dtype, report)
-            if device.type == "cpu":
-                prepare_cpu(node)
-        for fault in node_faults(spec, node):
-            raise SetupError(fault)
-        nodes[spec.name] = node.eval().requires_grad_(False)
-    return nodes
+
+def _load_weights(
+    nodes: Mapping[str, Node],
+    maps: Mapping[str, Any],
+    weights: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_phase: Callable[[Phase], None],
+) -> None:
+    """Fill the nodes that have published weights. What does not match is told for all of them, before any is read."""
+    from mstar.weights.loader import load, mismatches  # models without weights need no safetensors
+
+    if weights is None:
+        raise SetupError(f"node {next(iter(maps))!r} needs weights and none were given; pass --weights DIR")
+    faults = [
+        f"node {name!r}: {line}" if line[0] != " " else line
+        for name, found in maps.items()
+        for line in mismatches(nodes[name], found, weights)
+    ]
+    if faults:
+        raise WeightsError(f"the weights in {weights} do not match the model:\n  " + "\n  ".join(faults))
+    for name, found in maps.items():
+
+        def report(done: int, total: int, name: str = name) -> None:
+            share = done / total if total else 1.0
+            on_phase(Phase(name="weights", progress=share, detail=f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"))
+
+        load(nodes[name], found, weights, device, dtype, report)
+        if device.type == "cpu":
+            prepare_cpu(nodes[name])
 
 
 def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.device import raise_if_lost
 from mstar.engine.engine import Engine, Flight
 from mstar.engine.step import RowResult, Work
 from mstar.graph.program import CallOp
@@ -30,7 +31,7 @@ from mstar.scheduler.base import Batch, Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import RequestError, TooBusy
-from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
+from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
 from mstar.worker.observers import Observers
@@ -153,6 +154,7 @@ class Worker:
         except RequestError as error:
             self._refuse(request, error)
         except Exception as error:
+            raise_if_lost(error)
             log.exception("request %r could not be set up", request.id)
             self._refuse(request, error)
         else:
@@ -263,6 +265,7 @@ class Worker:
                 if not self.admission.reserve(live.request, live.holding):
                     return False
             except Exception as error:
+                raise_if_lost(error)
                 failed.append((live, error))
                 return True
             live.started = now
@@ -286,11 +289,13 @@ class Worker:
         self._guarded(live, live.run.start)
 
     def _guarded(self, live: _Live, action: Callable[[], None]) -> None:
-        """Run a route or a stream operation of *live*; what it raises ends that request only."""
+        """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
+        lost."""
         try:
             action()
             self._collect(live)
         except Exception as error:
+            raise_if_lost(error)
             if not isinstance(error, RequestError):
                 log.exception("request %r failed", live.request.id)
             self._fail(live, error)
@@ -466,10 +471,13 @@ class Worker:
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()
         started = live.started if live.started is not None else now
-        output: dict[str, int] = {}
+        output: dict[str, Amount] = {}
         for stream in live.run.out.values():
             modality = stream.spec.modality
             output[modality] = output.get(modality, 0) + stream.items
+        # What language models made, also for a codec; a transducer's tokens are in its stream only.
+        if generated := sum(live.run.generated.values()):
+            output["tokens"] = max(generated, output.get("tokens", 0))
         return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
 
     def _expire(self, now: float) -> None:
