@@ -67,7 +67,7 @@ class CudaRecorder(Recorder):
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         if self._stream is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -228,7 +228,7 @@ def _inner(entry: Entry, name: str) -> tuple[Any, ...]:
 
 def _shapes(entry: Entry, work: Work) -> Hashable:
     """The shape of one row of each input; ``None`` for one that is left out."""
-    shapes = []
+    shapes: list[tuple[str, Any]] = []
     for port in entry.inputs:
         value = work.call.inputs.get(port.name)
         if value is None:

@@ -199,7 +199,10 @@ class PagedKV(Resource):
         if not frozen:
             offsets = tables[row_of, positions // size].astype(np.int64) * size + positions % size
             places = stage.put(f"{self.name}.places", offsets)
-        return stage.keep(f"{self.name}.view", lambda: PagedView(self.memory, plan, self.spec.windows, where, places))
+        view: PagedView = stage.keep(
+            f"{self.name}.view", lambda: PagedView(self.memory, plan, self.spec.windows, where, places)
+        )
+        return view
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         if not frozen:

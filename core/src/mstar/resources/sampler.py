@@ -78,7 +78,7 @@ class SamplerView:
 
         def read() -> list[TokenLogprob | None]:
             reports: list[TokenLogprob | None] = [None] * count
-            found = sampling.as_reports(*(one.values() for one in late), wanted.alternatives)
+            found = sampling.as_reports(*(one.values() for one in late), alternatives=wanted.alternatives)
             for row, report in zip(wanted.rows, found, strict=True):
                 reports[row] = report
             return reports

@@ -164,7 +164,7 @@ class Stage:
         if not self._direct:
             event = self._events[self._turn]
             if event is None:
-                event = self._events[self._turn] = torch.cuda.Event()
+                event = self._events[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
 
@@ -187,7 +187,7 @@ class Late:
         if tensor.is_cuda:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def tensor(self) -> Tensor:

@@ -126,5 +126,6 @@ def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tup
         return path, "unknown key; did you mean 'model_kwargs'? A model's options stand there"
     if path in knobs:
         return path, "unknown key: this is a parameter of requests; options of the model stand under 'model_kwargs:'"
-    section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
+    sections: dict[str, type[_Section]] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
+    section = sections.get(str(error["loc"][0]), Deployment)
     return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

@@ -76,13 +76,13 @@ def doom(driver: Driver, doomed: set[str], at: int | None = None) -> FaultyRunne
 def watch_cuts(driver: Driver) -> set[str]:
     """The requests that have a call of which only some chunks are computed; kept up to date."""
     engine, cut = driver.worker.engine, set[str]()
-    plain = engine._step
+    plain = engine._launch
 
-    def step(work: Sequence[Work]) -> list[RowResult]:
-        results = plain(work)
+    def launch(work: Sequence[Work]) -> Flight:
+        flight = plain(work)
         for w in work:
             (cut.discard if w.complete else cut.add)(w.call.run.request.id)
-        return results
+        return flight
 
-    engine._step = step  # type: ignore[method-assign]
+    engine._launch = launch  # type: ignore[method-assign]
     return cut
