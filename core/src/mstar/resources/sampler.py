@@ -72,13 +72,14 @@ class SamplerView:
         wanted, count = self.rows.reports, self.real
         if wanted is None:
             return None
-        ids = self.sampled[call][wanted.where]
-        tables = sampling.token_logprobs(self._logits[call][wanted.where], ids, max(wanted.alternatives))
-        late = [Late(tensor) for tensor in (ids, *tables)]
+        sampled = self.sampled[call][wanted.where]
+        tables = sampling.token_logprobs(self._logits[call][wanted.where], sampled, max(wanted.alternatives))
+        late = [Late(tensor) for tensor in (sampled, *tables)]
 
         def read() -> list[TokenLogprob | None]:
             reports: list[TokenLogprob | None] = [None] * count
-            found = sampling.as_reports(*(one.values() for one in late), alternatives=wanted.alternatives)
+            ids, chosen, values, tokens = (one.values() for one in late)
+            found = sampling.as_reports(ids, chosen, values, tokens, wanted.alternatives)
             for row, report in zip(wanted.rows, found, strict=True):
                 reports[row] = report
             return reports
