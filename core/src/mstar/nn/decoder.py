@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -51,8 +50,8 @@ class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads and rotary positions.
 
     Keys and values live in the step's KV resource, whose view has ``attend_heads(layer, heads, q_heads, rotation,
-    norms)`` for the packed ``[N, heads, head_dim]`` of queries, keys and values; sliding windows are the resource's, per
-    layer.
+    norms)`` for the packed ``[N, heads, head_dim]`` of queries, keys and values; sliding windows are the resource's,
+    per layer.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):

@@ -62,7 +62,6 @@ class PagedView:
         window = self._windows[layer] if self._windows else None
         return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
 
-
     def attend_heads(
         self,
         layer: int,
