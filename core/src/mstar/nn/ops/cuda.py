@@ -106,7 +106,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 # --- rotation and the cache -------------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rotation(positions, inverse, cos, sin, scale, size: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
@@ -128,7 +128,7 @@ def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtyp
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def _rotate_store(
     heads, q, cos, sin, q_weight, k_weight, eps, keys, values, places,
     stride: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr,
@@ -219,7 +219,7 @@ def rotate_store(
     return q, heads[:, q_heads:turning], heads[:, turning:]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def _store_rows(
     keys, values, places, k, v, k_stride: tl.constexpr, v_stride: tl.constexpr, width: tl.constexpr,
     block: tl.constexpr,

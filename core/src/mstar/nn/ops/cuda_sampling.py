@@ -21,17 +21,21 @@ shares of 2**52, whose sums are exact in any order, so that a token of weight 0 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "sample"]
+__all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "Summary", "apply_filters", "sample", "summarise"]
 
 # The columns of the slots' parameters that are read.
 INVERSE_TEMPERATURE, TOP_P, MIN_P, GREEDY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(6)
 
 _BLOCK = 4096
+# Where these begin depends on the number of rows, which shall not make a variant of a kernel.
+_SMALL = ["slots", "floats", "top_ks", "uniforms", "tops", "sums", "places", "thresholds", "sums_filtered", "ids"]
 _EACH = tl.constexpr(16)
 _DIGITS = tl.constexpr(16)
 _STATE = tl.constexpr(4)  # float64 a row and pass: digits so far, sum above them, target, top-k's threshold
@@ -56,7 +60,7 @@ def _parameters(slots, floats, row, columns: tl.constexpr):
     return slot, scale, top_p, min_p, tl.load(line + GREEDY) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _summarise(
     logits, slots, floats, tops, sums, places,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
@@ -145,7 +149,7 @@ def _by_digit(own, weight, first: tl.constexpr, step: tl.constexpr):
         return tl.join(even, _by_digit(own, weight, first + step, 2 * step))
 
 
-@triton.jit(do_not_specialize=["shift"])
+@triton.jit(do_not_specialize=["shift"], do_not_specialize_on_alignment=_SMALL)
 def _histogram(
     logits, slots, floats, top_ks, tops, parts_before, state_before, parts, state,
     shift, second: tl.constexpr, level: tl.constexpr,
@@ -199,7 +203,7 @@ def _histogram(
     tl.store(parts + (row * blocks + index) * _DIGITS + tl.arange(0, _DIGITS), held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _filtered(
     logits, slots, floats, top_ks, tops, parts_first, state_first, parts_second, state_second, thresholds, sums,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
@@ -227,7 +231,7 @@ def _filtered(
     weights = tl.where(x >= threshold, tl.exp(x - best), 0.0)
     tl.store(sums + row * blocks + index, tl.sum(weights, 0))
     if index == 0:
-        tl.store(thresholds + row, threshold)
+        tl.store(thresholds + row * blocks, threshold)
 
 
 @triton.jit
@@ -248,7 +252,7 @@ def _find(weights, uniform):
     return place, (uniform * total.to(tl.float64) - before.to(tl.float64)) / share.to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _choose(
     logits, slots, floats, top_ks, uniforms, tops, sums, places, thresholds, sums_filtered, ids,
     filters: tl.constexpr,
@@ -268,15 +272,64 @@ def _choose(
         return
     threshold = tl.full((), float("-inf"), tl.float32)
     held = tl.load(sums + row * blocks + lane, mask=lane < blocks, other=0) * tl.exp(top - best)
-    if filters:
+    if filters:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
         if (tl.load(top_ks + slot) > 0) | (top_p < 1) | (min_p > 0):
-            threshold = tl.load(thresholds + row)
+            threshold = tl.load(thresholds + row * blocks)
             held = tl.load(sums_filtered + row * blocks + lane, mask=lane < blocks, other=0)
     index, rest = _find(held.to(tl.float64), tl.load(uniforms + row))
     _, x, _ = _scores(logits, row, index, scale, stride, vocab, block)
     weights = tl.where(x >= threshold, tl.exp(x - best), 0.0)
     within, _ = _find(weights.to(tl.float64), tl.minimum(tl.maximum(rest, 0.0), 1.0))
     tl.store(ids + row, (index * block + within).to(tl.int64))
+
+
+class Summary(NamedTuple):
+    """What is known of each block, float32 ``[rows, blocks]`` (*places* int32), and how the kernels are launched.
+
+    :param filtered: and *thresholds* ``[rows, blocks]``, of which the first of each row counts: what the filters leave,
+        in rows that have any.
+    """
+
+    tops: Tensor
+    sums: Tensor
+    filtered: Tensor
+    thresholds: Tensor
+    places: Tensor
+    sizes: tuple[int, ...]
+    lanes: int
+    warps: int
+
+
+def summarise(logits: Tensor, slots: Tensor, floats: Tensor) -> Summary:
+    """Look at every logit once. Arguments as in :func:`sample`."""
+    rows, vocab = logits.shape
+    block = min(max(triton.next_power_of_2(vocab), 16), _BLOCK)
+    blocks = -(-vocab // block)
+    tops, sums, filtered, thresholds = logits.new_empty((4, rows, blocks), dtype=torch.float32).unbind(0)
+    places = logits.new_empty((rows, blocks), dtype=torch.int32)
+    sizes = (floats.stride(0), logits.stride(0), vocab, blocks, block)
+    lanes, warps = triton.next_power_of_2(blocks), min(max(block // 512, 1), 8)
+    _summarise[(rows, blocks)](logits, slots, floats, tops, sums, places, *sizes, num_warps=warps)
+    return Summary(tops, sums, filtered, thresholds, places, sizes, lanes, warps)
+
+
+def apply_filters(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, known: Summary) -> None:
+    """Fill in *known*'s ``thresholds`` and ``filtered`` for the rows that use top-k, top-p or min-p."""
+    rows, blocks = known.tops.shape
+    levels = logits.element_size() * 2
+    parts = logits.new_empty((2 * levels, rows, blocks, 16), dtype=torch.float32).unbind(0)
+    state = logits.new_empty((2 * levels, rows, 4), dtype=torch.float64).unbind(0)
+    for number in range(2 * levels):
+        before, level = max(number - 1, 0), number % levels
+        _histogram[(rows, blocks)](
+            logits, slots, floats, top_k, known.tops, parts[before], state[before], parts[number], state[number],
+            4 * (levels - 1 - level), number >= levels, min(level, 2), *known.sizes, known.lanes, num_warps=8,
+        )  # fmt: skip
+    first, last = levels - 1, 2 * levels - 1
+    _filtered[(rows, blocks)](
+        logits, slots, floats, top_k, known.tops, parts[first], state[first], parts[last], state[last],
+        known.thresholds, known.filtered, *known.sizes, known.lanes, num_warps=known.warps,
+    )  # fmt: skip
 
 
 def sample(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, uniforms: Tensor, filters: bool) -> Tensor:
@@ -294,40 +347,15 @@ def sample(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, uniform
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    rows, vocab = logits.shape
+    rows = logits.shape[0]
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return ids
-    block = min(max(triton.next_power_of_2(vocab), 16), _BLOCK)
-    blocks = -(-vocab // block)
-    lanes = triton.next_power_of_2(blocks)
-    grid = (rows, blocks)
-    floats_each = logits.new_empty((4, rows, blocks), dtype=torch.float32)
-    tops, sums, sums_filtered, thresholds = floats_each.unbind(0)
-    places = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    sizes = (floats.stride(0), logits.stride(0), vocab, blocks, block)
-    warps = min(max(block // 512, 1), 8)
-    _summarise[grid](logits, slots, floats, tops, sums, places, *sizes, num_warps=warps)
+    known = summarise(logits, slots, floats)
     if filters:
-        levels = logits.element_size() * 2
-        parts = logits.new_empty((2 * levels, rows, blocks, 16), dtype=torch.float32)
-        state = logits.new_empty((2 * levels, rows, 4), dtype=torch.float64)
-        parts_of, state_of = parts.unbind(0), state.unbind(0)
-        for number in range(2 * levels):
-            before, level = max(number - 1, 0), number % levels
-            _histogram[grid](
-                logits, slots, floats, top_k, tops, parts_of[before], state_of[before],
-                parts_of[number], state_of[number], 4 * (levels - 1 - level), number >= levels, min(level, 2),
-                *sizes, lanes,
-                num_warps=8,
-            )  # fmt: skip
-        first, last = levels - 1, 2 * levels - 1
-        _filtered[grid](
-            logits, slots, floats, top_k, tops, parts_of[first], state_of[first], parts_of[last], state_of[last],
-            thresholds, sums_filtered, *sizes, lanes, num_warps=warps,
-        )  # fmt: skip
+        apply_filters(logits, slots, floats, top_k, known)
     _choose[(rows,)](
-        logits, slots, floats, top_k, uniforms, tops, sums, places, thresholds, sums_filtered, ids, filters, *sizes,
-        lanes, num_warps=warps,
+        logits, slots, floats, top_k, uniforms, known.tops, known.sums, known.places, known.thresholds, known.filtered,
+        ids, filters, *known.sizes, known.lanes, num_warps=known.warps,
     )  # fmt: skip
     return ids
