@@ -253,6 +253,25 @@ def test_a_kernel_that_cannot_be_built_is_said_once_and_torch_serves(
         plan.attend(0, queries(2), None, None)
 
 
+def test_a_step_takes_the_queries_it_was_planned_for(fake: Fake) -> None:
+    backend, of = FlashInferOnCPU(), memory()
+    for lengths in ([1, 1], [1, 3]):
+        plan = backend.plan_kv(of, batch(lengths, [5, 9]), Stage("cpu"), "kv")
+        for count in (sum(lengths) - 1, sum(lengths) + 1):
+            with pytest.raises(ValueError, match="planned for"):
+                plan.attend(0, queries(count), None, None)
+
+
+def test_the_workspace_grows_to_what_a_kernel_may_need(fake: Fake) -> None:
+    backend, of = FlashInferOnCPU(), memory()
+    library = backend.library(torch.device("cpu"))
+    library.work = 264
+    rows = batch([40, 1], [5, 9])
+    for heads in (4, 16):
+        check(backend.plan_kv(of, rows, Stage("cpu"), "kv"), rows, of, heads)
+        assert library.floats(0).shape[0] >= heads * (264 // 2) * 128 * (8 + 1) * 4
+
+
 # --- lanes ----------------------------------------------------------------------------------------------------------
 def paged(fake: Fake, query_heads: int = 4) -> PagedKV:
     spec = specs.PagedKV(

@@ -22,9 +22,8 @@ __all__ = ["Combination", "Kernel", "KernelFault", "Library", "Shape"]
 
 log = logging.getLogger(__name__)
 
-_FLOATS = 1 << 28
-"""Bytes of the workspace for partial results. What kernels that divide a context need: at most about 140 MB for a
-prompt on 132 multiprocessors; decoding see :func:`_decode_floats`."""
+_FLOATS = 1 << 27
+"""Bytes of the workspace for partial results, unless a kernel needs more: see :func:`_partial_results`."""
 _INTS = 1 << 23
 """Bytes of the workspace for one plan of any step; FlashInfer's own choice."""
 _LANE_INTS = 1 << 18
@@ -98,6 +97,7 @@ class Library:
         self.device = device
         self.pdl: bool = utils.device_support_pdl(device)
         self.hopper: bool = utils.is_sm90a_supported(device)
+        self.work = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
         self.merge = cascade.merge_state
         self.rings = {True: _PinnedRing(_LANE_INTS, 16, device), False: _PinnedRing(_INTS, 4, device)}
         self._decode, self._prefill = decode.get_batch_decode_module, prefill.get_batch_prefill_module
@@ -162,7 +162,7 @@ class Kernel:
         self._module = library.module(kind, shape, how.window_left >= 0, how.softcap > 0)
         self._library, self._kind, self._shape, self._how = library, kind, shape, how
         self._lane = lane_rows is not None
-        self._floats = library.floats(0 if lane_rows is None else _decode_floats(lane_rows, shape, how))
+        self._floats = library.floats(_partial_results(lane_rows, library.work, shape, how))
         self._ints = _buffer(_LANE_INTS if self._lane else _INTS, library.device)
         self._empty = torch.empty(0, dtype=shape.dtype)
         self._plan: Any = None
@@ -254,10 +254,16 @@ class Kernel:
         )
 
 
-def _decode_floats(rows: int, shape: Shape, how: Combination) -> int:
-    """Bytes of partial results that a captured step of *rows* rows has place for: FlashInfer pads the schedule to
-    twice the multiprocessors over key heads or to the rows, and a tile of queries to 16, 64 or 128 rows."""
+def _partial_results(rows: int | None, work: int, shape: Shape, how: Combination) -> int:
+    """Bytes of partial results of contexts that are divided.
+
+    FlashInfer divides into no more than *work* pieces, twice the multiprocessors, over the key heads. A captured step
+    (of *rows* rows) has place for as many in any case, and for each row. A piece has a tile of 16, 64 or 128 queries.
+    """
     shared = how.heads // shape.kv_heads
-    tile = 16 if shared <= 16 else 64 if shared <= 64 else 128
-    work = max(512 // shape.kv_heads, rows * -(-shared // tile)) + 1
-    return how.heads * work * tile * (shape.head_dim + 1) * 4
+    if rows is None:
+        pieces, tile = work // shape.kv_heads, 128
+    else:
+        tile = 16 if shared <= 16 else 64 if shared <= 64 else 128
+        pieces = max(work // shape.kv_heads, rows * -(-shared // tile))
+    return how.heads * (pieces + 1) * tile * (shape.head_dim + 1) * 4

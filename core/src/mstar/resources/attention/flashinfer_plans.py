@@ -45,12 +45,20 @@ def _prefill_kind(library: Library, pages: PageList, how: Combination) -> str:
 
 def _how(q: Tensor, window: int | None, causal: bool, scale: float | None, softcap: float | None) -> Combination:
     left = -1 if window is None else window - 1
-    return Combination(q.shape[1], left, causal, q.shape[2] ** -0.5 if scale is None else scale, float(softcap or 0))
+    return Combination(
+        q.shape[1], left, causal, float(q.shape[2] ** -0.5 if scale is None else scale), float(softcap or 0)
+    )
 
 
 def _usable(tensor: Tensor) -> Tensor:
     """*tensor* itself if its heads are contiguous: kernels take any stride of tokens and heads."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _fits(q: Tensor, planned: int) -> None:
+    """Kernels trust their plan: with fewer queries they would read what is not there."""
+    if q.shape[0] != planned:
+        raise ValueError(f"{q.shape[0]} queries in a step that was planned for {planned}")
 
 
 class _Rows:
@@ -154,6 +162,7 @@ class StepPlan(KVPlan):
         return self._written and not self._batch.sink and (causal or self._longest_step <= window)
 
     def _run(self, layer: int, q: Tensor, kernels: list[Kernel]) -> Tensor:
+        _fits(q, self._parts[-1].span.stop if self._parts else 0)
         out = q.new_empty(q.shape)
         if len(kernels) == 1:
             self._parts[0].attend(layer, kernels[0], q, out)
@@ -215,6 +224,7 @@ class LanePlan(KVPlan):
         assert self._rows is not None
         if q.dtype is not self._memory.dtype or (window is not None and not self._windows):
             raise ValueError(f"{self._key!r} attends in a way that a captured step has no kernel for")
+        _fits(q, self._rows.pages.queries)
         q = _usable(q)
         out = q.new_empty(q.shape)
         self._rows.attend(layer, self._rows.kernel(_how(q, window, causal, scale, softcap)), q, out)
@@ -242,6 +252,7 @@ class _Segments:
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         if self._indptr is None:
             self._indptr = torch.from_numpy(self._starts).to(q.device, non_blocking=True)
+        _fits(q, self._pages.queries)
         if kernel.planned_for is not self:
             kernel.plan(self._pages, self)
         kernel.ragged(q, _usable(k), _usable(v), self._indptr, out, lse)
