@@ -26,6 +26,7 @@ def mstar_resources() -> dict[str, str]:
 @hookimpl
 def mstar_attention_backends() -> dict[str, str]:
     return {
+        "flashinfer": "mstar.resources.attention.flashinfer:FlashInferAttention",
         "torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention",
         "numba_cpu": "mstar.resources.attention.numba_cpu:NumbaAttention",
     }

@@ -72,6 +72,7 @@ class CrossKV(SlotResource):
     def __init__(self, name: str, spec: specs.CrossKV, context: ResourceContext):
         slots = slot_count(name, spec.slots, context)
         super().__init__(name, spec, context, slots=slots)
+        dtype = dtype_named(spec.dtype, context.dtype)
         need = AttentionNeed(
             "kv",
             torch.device(context.device),
@@ -80,9 +81,9 @@ class CrossKV(SlotResource):
             spec.kv_heads,
             spec.head_dim,
             spec.max_tokens,
+            kv_dtype=dtype,
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
-        dtype = dtype_named(spec.dtype, context.dtype)
         needed = slots * spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
         check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", needed, context)
         self.memory = KVMemory(

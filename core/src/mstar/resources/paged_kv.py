@@ -114,6 +114,7 @@ class PagedKV(Resource):
                 head_dim=spec.head_dim,
                 page_size=spec.page_size,
                 windows=frozenset(window for window in spec.windows if window is not None),
+                kv_dtype=dtype,
             ),
             spec.backend,
         )
@@ -191,7 +192,8 @@ class PagedKV(Resource):
             self._grow(rows)
         longest = int((starts + (0 if frozen else lengths)).max()) if count else 0
         tables = self._tables[lines, : self.pool.units(longest)]
-        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written")
+        most = self._tables.shape[1]
+        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written", most_pages=most)
         row_of, positions = flat_positions(starts, lengths)
         plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
         where = stage.put(f"{self.name}.positions", positions)

@@ -39,6 +39,7 @@ class WindowKV(SlotResource):
             raise SetupError(f"resource {name!r}: window and max_step must be at least 1 and sink at least 0")
         slots = slot_count(name, spec.slots, context)
         super().__init__(name, spec, context, slots=slots)
+        dtype = dtype_named(spec.dtype, context.dtype)
         need = AttentionNeed(
             mode="kv",
             device=torch.device(context.device),
@@ -47,9 +48,9 @@ class WindowKV(SlotResource):
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             windows=frozenset({spec.window}),
+            kv_dtype=dtype,
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
-        dtype = dtype_named(spec.dtype, context.dtype)
         self._ring = spec.window + spec.max_step
         self._slot_tokens = spec.sink + self._ring
         needed = slots * self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)

@@ -8,12 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.resources.attention import AttentionBackend, AttentionNeed
+from mstar.resources.attention.flashinfer import FlashInferAttention
 from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, Resource, ResourceContext, Row
 from mstar.resources.staging import Stage
 
-BACKENDS: dict[str, type[TorchAttention | NumbaAttention]] = {"torch_sdpa": TorchAttention, "numba_cpu": NumbaAttention}
+
+class FlashInferOnCPU(FlashInferAttention):
+    """On the stand-in, which takes any dtype and head size."""
+
+    def supports(self, need: AttentionNeed) -> str | None:
+        return None
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "torch_sdpa": TorchAttention,
+    "numba_cpu": NumbaAttention,
+    "flashinfer": FlashInferOnCPU,
+}
 backend_in_use = "torch_sdpa"
 """Set by the fixture in ``conftest.py``, which runs a module's tests with every backend."""
 
