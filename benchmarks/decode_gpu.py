@@ -8,8 +8,9 @@ Models have random weights at published shapes, which are written to a folder fi
 process of its own: what breaks or hangs is reported, and the next goes on. The file is written after each part.
 
 Parts: ``check`` (parity, always first), ``floors``, ``decode``, ``prefill``, ``host``, ``load`` (whole runs offline;
-``http`` and ``peer`` are compared with it), ``startup`` and ``http`` (``mstar serve``), ``peer`` (transformers; in the
-file it is ``continuous`` and ``static``). NOTES.md says what each figure means.
+``http`` and ``peer`` are compared with it), ``timeline`` (kernels and idle time of decode), ``startup`` and ``http``
+(``mstar serve``), ``peer`` (transformers; in the file it is ``continuous`` and ``static``). NOTES.md says what each
+figure means.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from gpu.shapes import SHAPES, sizes_of
 
 __all__ = ["Benchmark", "main"]
 
-PARTS = ("check", "floors", "decode", "prefill", "host", "load", "startup", "http", "peer")
+PARTS = ("check", "floors", "decode", "prefill", "host", "load", "timeline", "startup", "http", "peer")
 """In the order in which they run."""
-GROUPS = (("floors",), ("decode", "prefill", "host", "load"), ("continuous",), ("static",))
+GROUPS = (("floors",), ("decode", "prefill", "host", "load", "timeline"), ("continuous",), ("static",))
 """Parts that share a process: those of a group share a loaded engine."""
-NEEDS = {"http": ("load",), "peer": ("load",)}
+NEEDS = {"http": ("load",), "peer": ("load",), "decode": ("timeline",)}
 LIMITS = {"weights": 120, "check": 240, "floors": 60, "decode": 240, "static": 240, "startup": 300}
 """Seconds that a part may take; 120 where nothing is said. A start counts by itself."""
 LEAST_S = 5.0
@@ -239,7 +240,11 @@ def main(words: Sequence[str] | None = None) -> int:
     _anchor_python_path()
     signal.signal(signal.SIGTERM, _stop)
     wanted = {*options.parts, *(need for part in options.parts for need in NEEDS.get(part, ())), "check"}
-    parts = [part for part in PARTS if part in wanted and not (part == "check" and options.no_check)]
+    if options.no_check:
+        wanted.discard("check")
+    if options.device == "cpu":
+        wanted.discard("timeline")  # of a GPU's kernels
+    parts = [part for part in PARTS if part in wanted]
     facts = environment(packages=PACKAGES)
     if options.commit:
         facts["commit"] = options.commit

@@ -113,7 +113,11 @@ def test_every_part_of_the_engine_runs_and_the_figures_fit_together(checkpoints:
     summary = module("report").derive(found)
     floor = found["floors"]["linear_graph_s"]["3"] + rows[2]["kv_read_bytes"] / found["floors"]["copy_bytes_per_s"]
     assert summary["decode"][2]["over_floor"] == pytest.approx(rows[2]["step_s"] / floor)
-    module("report").print_report({"shapes": {"tiny": {**found, "summary": summary}}})
+    busy = {"batch": 3, "mode": "greedy", "busy_us_per_step": 1e6 * rows[2]["step_s"] / 4, "kernels_per_step": 7.0}
+    traced = {**found, "timeline": {"rows": [{**busy, "idle_share": 0.8}]}}
+    row = module("report").derive(traced)["decode"][2]
+    assert (row["idle_share"], row["idle_share_profiled"]) == (pytest.approx(0.75), 0.8)
+    module("report").print_report({"shapes": {"tiny": {**traced, "summary": module("report").derive(traced)}}})
 
 
 def test_a_stopwatch_counts_each_moment_once_and_leaves_nothing_behind() -> None:

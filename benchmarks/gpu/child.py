@@ -70,6 +70,7 @@ PARTS: Mapping[str, Callable[[Job, dict[str, Any]], dict[str, Any]]] = {
     "prefill": _lazy("gpu.prefill", "prefill"),
     "host": _lazy("gpu.host", "host"),
     "load": _lazy("gpu.decode", "load"),
+    "timeline": _lazy("gpu.decode", "timeline"),
     "static": _lazy("gpu.peer", "static"),
     "continuous": _lazy("gpu.peer", "continuous"),
 }

@@ -11,17 +11,22 @@ from gpu.engine import GREEDY, SAMPLED, Engine, engine_of
 from gpu.shapes import SHAPES, sizes_of
 from gpu.timeline import profile_steps
 
-__all__ = ["decode", "load"]
+__all__ = ["decode", "load", "timeline"]
+
+MODES = {"greedy": GREEDY, "sampled": SAMPLED}
 
 
 def decode(job: Job, state: dict[str, Any]) -> dict[str, Any]:
-    """Step times by batch, greedy and sampled, with the device's timeline of some steps."""
+    """Step times by batch, greedy and sampled."""
     engine, sizes = engine_of(job, state), sizes_of(job.shape)
     rows = []
     for batch in job.batches or sizes.batches:
-        for mode, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
-            rows.append({"batch": batch, "mode": mode, **_measure(job, engine, batch, sampling)})
-            print(_line(rows[-1]), flush=True)
+        for mode, sampling in MODES.items():
+            row = {"batch": batch, "mode": mode, **_measure(job, engine, batch, sampling)}
+            rows.append(row)
+            print(
+                f"  {batch:3} {mode:7}: {row['step_s'] * 1e3:7.3f} ms, {row['tokens_per_s']:9.0f} tokens/s", flush=True
+            )
     return {"load_s": engine.load_s, "phases": engine.phases, "rows": rows}
 
 
@@ -34,7 +39,8 @@ def _measure(job: Job, engine: Engine, batch: int, sampling: dict[str, float]) -
     context = sizes.prompt + (before + after) / 2 / batch
     times = window.step_times(batch)
     tokens = sum(window.tokens)
-    found: dict[str, Any] = {
+    engine.cancel_all()
+    return {
         "step_s": statistics.median(times),
         "step_p95_s": sorted(times)[int(0.95 * (len(times) - 1))],
         "mean_step_s": window.seconds * batch / tokens,
@@ -43,23 +49,22 @@ def _measure(job: Job, engine: Engine, batch: int, sampling: dict[str, float]) -
         "context": context,
         "kv_read_bytes": batch * context * SHAPES[job.shape].kv_bytes,
     }
-    if job.device != "cpu":
-        timeline = profile_steps(lambda n, after: engine.window(n, after), sizes.warm // 2, sizes.profiled)
-        found["timeline"] = timeline
-        if "busy_us_per_step" in timeline:  # without the gaps that the profiler adds
-            found["idle_share"] = max(0.0, 1 - timeline["busy_us_per_step"] / 1e6 / found["step_s"])
-    engine.cancel_all()
-    return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    text = (
-        f"  batch {row['batch']:3} {row['mode']:7}: {row['step_s'] * 1e3:7.3f} ms, {row['tokens_per_s']:9.0f} tokens/s"
-    )
-    if "timeline" in row:
-        timeline = row["timeline"]
-        text += f", idle {100 * row.get('idle_share', 0):.1f} %, {timeline['kernels_per_step']:.0f} kernels a step"
-    return text
+def timeline(job: Job, state: dict[str, Any]) -> dict[str, Any]:
+    """What the device does in such steps: greedy at each batch, and sampled at one.
+
+    A part of its own, after all that is timed: a profiler that has once run may leave its traces in later times.
+    """
+    engine, sizes = engine_of(job, state), sizes_of(job.shape)
+    batches = job.batches or sizes.batches
+    rows = []
+    for batch, mode in [*((batch, "greedy") for batch in batches), (sizes.host_batch, "sampled")]:
+        engine.begin_decode(batch, sizes.prompt, sizes.answer(), sizes.warm, **MODES[mode])
+        found = profile_steps(engine.window, sizes.warm // 2, sizes.profiled)
+        engine.cancel_all()
+        rows.append({"batch": batch, "mode": mode, **found})
+    return {"rows": rows}
 
 
 def load(job: Job, state: dict[str, Any]) -> dict[str, Any]:

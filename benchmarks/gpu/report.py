@@ -27,7 +27,11 @@ def derive(parts: Mapping[str, Any]) -> dict[str, Any]:
     good = {name: part for name, part in parts.items() if "failed" not in part}
     floors, found = good.get("floors"), {}
     if floors and "decode" in good:
-        found["decode"] = [_over_floor(row, floors) for row in good["decode"]["rows"]]
+        traced = {(row["batch"], row["mode"]): row for row in good.get("timeline", {}).get("rows", ())}
+        found["decode"] = [
+            {**_over_floor(row, floors), **_device_share(row, traced.get((row["batch"], row["mode"])))}
+            for row in good["decode"]["rows"]
+        ]
     if floors and "prefill" in good:
         rate = floors["gemm_flops_per_s"]
         found["prefill"] = [{**row, "of_gemm": row["flops_per_s"] / rate} for row in good["prefill"]["rows"]]
@@ -38,8 +42,7 @@ def derive(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _over_floor(row: Mapping[str, Any], floors: Mapping[str, Any]) -> dict[str, Any]:
     """The linear graph at this batch, and the time to read the contexts at copy bandwidth."""
-    keys = ("batch", "mode", "step_s", "tokens_per_s", "idle_share")
-    found = {key: row[key] for key in keys if key in row}
+    found = {key: row[key] for key in ("batch", "mode", "step_s", "tokens_per_s")}
     kv = row["kv_read_bytes"] / floors["copy_bytes_per_s"]
     linear = floors["linear_graph_s"].get(str(row["batch"]))
     if linear is not None:
@@ -47,6 +50,17 @@ def _over_floor(row: Mapping[str, Any], floors: Mapping[str, Any]) -> dict[str, 
         found["over_floor"] = row["step_s"] / (linear + kv)
     found["over_copy"] = row["step_s"] / (floors["read_s_at_copy"] + kv)
     return found
+
+
+def _device_share(row: Mapping[str, Any], traced: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The device's work as the profiler saw it, over a step without a profiler, whose gaps are shorter."""
+    if traced is None or "busy_us_per_step" not in traced:
+        return {}
+    return {
+        "idle_share": max(0.0, 1 - traced["busy_us_per_step"] / 1e6 / row["step_s"]),
+        "idle_share_profiled": traced["idle_share"],
+        "kernels_per_step": traced["kernels_per_step"],
+    }
 
 
 def _against_peer(good: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +157,7 @@ def _decode_cells(row: Mapping[str, Any]) -> dict[str, str]:
         "over floor": f"{row['over_floor']:.2f}" if "over_floor" in row else "–",
         "over copy": f"{row['over_copy']:.2f}" if "over_copy" in row else "–",
         "idle": f"{100 * row['idle_share']:.1f} %" if "idle_share" in row else "–",
+        "kernels": f"{row['kernels_per_step']:.0f}" if "kernels_per_step" in row else "–",
     }
 
 
@@ -161,6 +176,9 @@ def _single_figures(parts: Mapping[str, Any], summary: Mapping[str, Any]) -> dic
         found[f"host at {host['batch']}"] = (
             f"{host['host_us']:.0f} µs a step + {host['wait_us']:.0f} waiting: {slowest}"
         )
+    for row in (_good(parts, "timeline") or {"rows": ()})["rows"]:
+        slowest = ", ".join(f"{top['name'][:40]} {top['us_per_step']:.0f}" for top in row.get("top", ())[:4])
+        found[f"kernels at {row['batch']}, {row['mode']}"] = f"µs a step: {slowest}"
     for name in ("static_peer", "continuous_peer", "continuous_peer_decode"):
         if row := summary.get(name):
             found[name.replace("_", " ")] = f"{row['ours']:.0f} / {row['peer']:.0f} tokens/s = {row['ratio']:.2f}"

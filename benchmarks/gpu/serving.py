@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from chat_client import summary
 from chat_prompts import SENTENCES
-from chat_servers import Contestant, RunningServer, ServerError
+from chat_servers import SERVING_SAMPLE_S, Contestant, RunningServer, ServerError
 
 from gpu.load_client import FOLDER, run_shares
 from gpu.shapes import Sizes
@@ -71,6 +71,7 @@ class ShapeServer(RunningServer):
                     seen.setdefault(model["phase"], spent)
                 if answer.status_code == 200:
                     seen.setdefault("ready", spent)
+                    self._sample_every = SERVING_SAMPLE_S
                     return seen
                 time.sleep(0.02)
         raise ServerError(f"not ready after {timeout:.0f} s; seen: {seen}; its last words: {self.reason()}")

@@ -171,6 +171,8 @@ SHAPES: Mapping[str, Shape] = {
                 "num_attention_heads": 8,
                 "num_hidden_layers": 4,
                 "num_key_value_heads": 2,
+                "rope_scaling": {**_LLAMA3_ROPE, "original_max_position_embeddings": 64},
+                "rope_theta": 500000.0,
                 "tie_word_embeddings": False,
             },
         ),
@@ -194,7 +196,8 @@ SHAPES: Mapping[str, Shape] = {
 """By name. The three published ones are measured; the others are for checks and smoke runs."""
 
 CHECKED = ("check-llama-64", "check-qwen3-128")
-"""Small shapes of the parity check: head sizes 64 and 128, with and without norms of heads."""
+"""Small shapes of the parity check: head sizes 64 and 128, scaled and plain positions, without and with norms of heads,
+with a head of its own and a tied one."""
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ def profile_steps(run: Callable[[int, Callable[[], None]], Any], warm: int, step
     :param run: ``run(count, after)`` makes *count* steps and calls *after* at the end of each.
     """
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile, schedule
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
+    if ProfilerActivity.CUDA not in supported_activities():
+        raise RuntimeError("this PyTorch cannot profile a GPU")
     found: list[Any] = []
     plan = schedule(wait=0, warmup=warm, active=steps, repeat=1)
     with profile(
