@@ -63,7 +63,7 @@ class Benchmark:
     out: Path
     until: float
     batches: Sequence[int] = ()
-    engine: dict[str, Any] = field(default_factory=dict)
+    deployment: dict[str, Any] = field(default_factory=dict)
     keep: bool = False
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class Benchmark:
                 shutil.rmtree(self.folder / shape, ignore_errors=True)
 
     def _job(self, shape: str, parts: Sequence[str]) -> Job:
-        return Job(shape, parts, self.device, str(self.folder), "", self.batches, self.engine)
+        return Job(shape, parts, self.device, str(self.folder), "", self.batches, self.deployment)
 
     def _shape(self, shape: str, found: dict[str, Any], first: bool) -> None:
         asked = {*self.parts, *(("static", "continuous") if "peer" in self.parts else ())}
@@ -166,7 +166,7 @@ class Benchmark:
             shutil.rmtree(caches, ignore_errors=True)
 
     def _start(self, shape: str, caches: Path) -> Any:
-        options = deployment(sizes_of(shape), self.device, self.engine)
+        options = deployment(sizes_of(shape), self.device, self.deployment)
         return start(shape, self.folder / shape, options, caches, min(LIMITS["startup"], max(1.0, self._time_left())))
 
     def _http(self, shape: str, server: ShapeServer) -> dict[str, Any]:
@@ -226,7 +226,13 @@ def _parser() -> argparse.ArgumentParser:
         "--batches", type=lambda t: [int(n) for n in t.split(",")], default=[], help="of decode, floors"
     )
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="fields of the engine section")
+    parser.add_argument(
+        "--deployment",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help='changes to it: \'{"engine": {"threads": 2}}\'',
+    )
     parser.add_argument("--folder", type=Path, help="for checkpoints (default: a temporary one); what is there is kept")
     parser.add_argument("--minutes", type=float, default=7.7, help="what is not done by then is left out")
     parser.add_argument("--commit", help="of the code, where it is no checkout")
@@ -248,12 +254,12 @@ def main(words: Sequence[str] | None = None) -> int:
     facts = environment(packages=PACKAGES)
     if options.commit:
         facts["commit"] = options.commit
-    settings = {"parts": parts, "device": options.device, "engine": options.engine, "batches": options.batches}
+    settings = {"parts": parts, "device": options.device, "deployment": options.deployment, "batches": options.batches}
     temporary = None if options.folder else tempfile.TemporaryDirectory(prefix="decode-gpu-")
     folder = options.folder or Path(temporary.name if temporary else "")
     folder.mkdir(parents=True, exist_ok=True)
     benchmark = Benchmark(
-        parts, options.device, folder.resolve(), options.out, until, options.batches, options.engine,
+        parts, options.device, folder.resolve(), options.out, until, options.batches, options.deployment,
         keep=temporary is None,
         result={"name": "decode_gpu", "environment": facts, "settings": settings, "shapes": {}},
     )  # fmt: skip

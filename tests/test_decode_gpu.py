@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mstar.processing.tokenizer import TextTokenizer
+from mstar.spec.deployment import merge_deployment
 from mstar.weights.checkpoint import Checkpoint
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -207,6 +208,21 @@ def test_the_peer_decodes_over_a_static_cache(checkpoints: Path) -> None:
     found = run(job(checkpoints, "static"))["static"]
     assert found["steps"] == 4, found
     assert found["tokens_per_s"] == pytest.approx(1 / found["step_s"])
+    assert found["step_s"] <= found["step_streamed_s"]
+
+
+def test_a_changed_deployment_keeps_what_it_does_not_name() -> None:
+    sizes = module("shapes").FULL
+    plain = module("deploy").deployment(sizes, "cuda")
+    changed = module("deploy").deployment(sizes, "cuda", {"scheduler": {"max_step_rows": 7}, "dtype": "float16"})
+    assert changed == {
+        **plain,
+        "dtype": "float16",
+        "scheduler": {"max_step_tokens": 8192, "max_step_rows": 7},
+    }
+    merged = merge_deployment("qwen3-8b", changed)
+    assert merged.max_concurrent_requests >= max(sizes.batches)
+    assert merged.resources["kv"]["tokens"] >= 128 * (sizes.prompt + sizes.answer())
 
 
 def test_a_part_that_fails_is_reported_and_the_next_runs(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class Job:
     """What a child does. *folder*: where checkpoints are. *out*: the file that results are appended to.
 
     :param batches: those of ``decode`` and ``floors``; empty: the shape's own.
-    :param engine: fields of the deployment's ``engine`` section.
+    :param deployment: fields of the deployment that are given otherwise.
     """
 
     shape: str
@@ -33,7 +33,7 @@ class Job:
     folder: str
     out: str
     batches: Sequence[int] = ()
-    engine: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    deployment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def weights(self) -> Path:

@@ -65,7 +65,7 @@ def engine_of(job: Job, state: dict[str, Any]) -> Engine:
     """The process's engine, loaded when it is first asked for."""
     if "engine" not in state:
         sizes = sizes_of(job.shape)
-        options = deployment(sizes, job.device, job.engine)
+        options = deployment(sizes, job.device, job.deployment)
         state["engine"] = Engine(job.shape, job.weights, options)
     engine: Engine = state["engine"]
     return engine
@@ -108,6 +108,8 @@ class Engine:
         """End what runs, and step until nothing is left."""
         for name in self.tokens.keys() - self.ended:
             self.worker.cancel(Cancel(id=name))
+        self.take()
+        self.until(lambda: self.ended.issuperset(self.tokens))
         while self.worker.step():
             self.take()
         self.take()

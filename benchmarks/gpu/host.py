@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,13 +25,14 @@ __all__ = ["Stopwatch", "host"]
 
 
 class Stopwatch:
-    """Exclusive times by label of the calls that it has wrapped."""
+    """Exclusive times by label of the calls that it has wrapped. Calls from other threads than its own are not timed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
         self.missing: list[str] = []
         self._inner: list[float] = []
+        self._thread = threading.get_ident()
         self._undo: list[Callable[[], None]] = []
 
     def wrap(self, owner: Any, name: str, label: str) -> None:
@@ -41,8 +43,11 @@ class Stopwatch:
             return
         own = name in vars(owner)
         inner, seconds, calls, clock = self._inner, self.seconds, self.calls, time.perf_counter
+        mine, thread = self._thread, threading.get_ident
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if thread() != mine:
+                return original(*args, **kwargs)
             inner.append(0.0)
             began = clock()
             try:

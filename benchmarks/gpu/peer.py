@@ -39,13 +39,14 @@ def _model(job: Job) -> Any:
 
 
 def _static(model: Any, ids: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
-    """One request. The time of a long answer less that of a short one, so that the prompt is in neither.
+    """One request, timed in two ways, of which the faster counts: by a streamer, which makes every step wait for its
+    token; and as a long answer's time less a short one's, so that the prompt is in neither.
 
     The long answer comes first: the cache keeps its size, and nothing is compiled again for the short one.
     """
     short, long = sizes.peer_tokens
 
-    def generate(tokens: int) -> float:
+    def generate(tokens: int, streamer: Any = None) -> float:
         began = time.perf_counter()
         out = model.generate(
             ids,
@@ -54,6 +55,7 @@ def _static(model: Any, ids: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
             do_sample=False,
             pad_token_id=0,
             cache_implementation="static",
+            streamer=streamer,
         )
         if model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -64,9 +66,33 @@ def _static(model: Any, ids: torch.Tensor, sizes: Sizes) -> dict[str, Any]:
     first = generate(long)
     generate(long)
     generate(short)
-    spent = min(generate(long) for _ in range(2)) - min(generate(short) for _ in range(2))
     steps = long - short
-    return {"first_run_s": first, "step_s": spent / steps, "tokens_per_s": steps / spent, "steps": steps}
+    less = (min(generate(long) for _ in range(2)) - min(generate(short) for _ in range(2))) / steps
+    clock = _Clock()
+    generate(long, clock)
+    streamed = (clock.times[-1] - clock.times[-1 - steps]) / steps
+    best = min(streamed, less) if less > 0 else streamed  # graphs that are recorded again can turn the difference over
+    return {
+        "first_run_s": first,
+        "step_s": best,
+        "tokens_per_s": 1 / best,
+        "step_streamed_s": streamed,
+        "step_by_difference_s": less,
+        "steps": steps,
+    }
+
+
+class _Clock:
+    """A streamer that looks at the clock at each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
 
 
 def _continuous(model: Any, prompts: Sequence[list[list[int]]], answer: int) -> dict[str, Any]:
