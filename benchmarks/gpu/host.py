@@ -25,7 +25,7 @@ __all__ = ["Stopwatch", "host"]
 
 
 class Stopwatch:
-    """Exclusive times by label of the calls that it has wrapped. Calls from other threads than its own are not timed."""
+    """Exclusive times by label of the calls that it has wrapped. Calls from threads not its own are not timed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
