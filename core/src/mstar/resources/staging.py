@@ -49,8 +49,10 @@ class Lane:
     :ivar graph: the engine's recording. :ivar key: what the engine knows the lane by.
     """
 
-    def __init__(self, rows: int, device: torch.device, variants: Mapping[str, Hashable], trial: bool = False):
-        self.rows, self.device, self.variants, self.trial = rows, device, variants, trial
+    def __init__(
+        self, rows: int, device: torch.device, variants: Mapping[str, Hashable] | None = None, trial: bool = False
+    ):
+        self.rows, self.device, self.variants, self.trial = rows, device, variants or {}, trial
         self.graph: Any = None
         self.key: Hashable = None
         self.blocks: list[_Block] = []
