@@ -23,6 +23,7 @@ from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource
+from mstar.resources.staging import Stage
 from mstar.runtime.opening import (
     file_deployment,
     key_lines,
@@ -245,7 +246,7 @@ def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, c
     lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
         "executor": (registry.executor, deployment.executor),
         "scheduler.policy": (registry.scheduler, deployment.scheduler.policy),
-        "engine.runner": (registry.runner, deployment.engine.runner),
+        "engine.runner": (registry.runner, deployment.engine.runner or "eager"),
     }
     for key, (look_up, name) in lookups.items():
         with checked.stage(_place(checked.spec, config), key):
@@ -357,7 +358,7 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     assert device is not None
     assert dtype is not None
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
-    contexts = build.resource_contexts(declared, plan, deployment, registry, _META if absent else device, dtype)
+    contexts = build.resource_contexts(declared, plan, deployment, registry, Stage(_META if absent else device), dtype)
     for name, spec in declared.items():
         with checked.stage(place, f"resources.{name}"):
             context = contexts[name]
@@ -386,8 +387,8 @@ class _Elsewhere(AttentionBackend):
     def supports(self, need: AttentionNeed) -> str | None:
         return self._inner.supports(replace(need, device=self._device))
 
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
-        return self._inner.plan_kv(memory, batch)
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
+        return self._inner.plan_kv(memory, batch, stage, key)
 
     def plan_ragged(self, lengths: Any) -> RaggedPlan:
         return self._inner.plan_ragged(lengths)

@@ -35,8 +35,13 @@ class SchedulerOptions(_Section):
 class EngineOptions(_Section):
     """How steps are run."""
 
-    runner: str = Field("eager", description="A name registered through `mstar_engines`.")
+    runner: str | None = Field(
+        None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
+    )
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    lookahead: bool | None = Field(
+        None, description="Plan and launch a step while the one before still runs; default: on a GPU."
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
@@ -121,5 +126,6 @@ def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tup
         return path, "unknown key; did you mean 'model_kwargs'? A model's options stand there"
     if path in knobs:
         return path, "unknown key: this is a parameter of requests; options of the model stand under 'model_kwargs:'"
-    section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
+    sections: dict[str, type[_Section]] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
+    section = sections.get(str(error["loc"][0]), Deployment)
     return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

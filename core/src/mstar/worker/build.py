@@ -21,6 +21,7 @@ from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
+from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
@@ -52,6 +53,7 @@ class Built:
     plan: Plan
     resources: dict[str, Resource]
     nodes: dict[str, Node]
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
 
@@ -89,9 +91,10 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
-    contexts = resource_contexts(declared, plan, deployment, registry, device, dtype)
+    stage = Stage(device)
+    contexts = resource_contexts(declared, plan, deployment, registry, stage, dtype)
     resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
-    return Built(model, plan, resources, nodes, device, dtype)
+    return Built(model, plan, resources, nodes, stage, device, dtype)
 
 
 def make_model(
@@ -173,11 +176,12 @@ def resource_contexts(
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
-    device: torch.device,
+    stage: Stage,
     dtype: torch.dtype,
 ) -> dict[str, ResourceContext]:
     """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
+    device = stage.device
     free = _free_memory(device)
     # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
     # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
@@ -189,7 +193,7 @@ def resource_contexts(
         owners = deployment.max_concurrent_requests * contexts
         if name in plan.graph.sessions:
             owners += deployment.max_sessions * contexts
-        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends)
+        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends, stage=stage)
     return made
 
 
