@@ -278,7 +278,7 @@ def paged(fake: Fake, query_heads: int = 4) -> PagedKV:
         layers=2, kv_heads=2, query_heads=query_heads, head_dim=8, max_tokens=96, page_size=4, windows=(None, 6)
     )
     device = torch.device("cpu")
-    return PagedKV("kv", spec, ResourceContext(device, torch.float32, 4, None, [FlashInferOnCPU()]))
+    return PagedKV("kv", spec, ResourceContext(device, torch.float32, 4, None, [FlashInferOnCPU()], stage=Stage("cpu")))
 
 
 @pytest.mark.parametrize("heads", [4, 8])
