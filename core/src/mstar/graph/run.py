@@ -137,6 +137,7 @@ class RequestRun:
         self.partitions = [_Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
         self.generated: dict[str, int] = {}  # sampler → tokens judged so far
         self._judged: dict[str, Ref] = {}  # sampler → the last token judged
+        self.rows: dict[CallOp, Any] = {}  # the engine's: what it knows of a call's rows
         self._load_inputs()
 
     # --- inputs -------------------------------------------------------------------------------------------------------

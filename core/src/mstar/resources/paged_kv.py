@@ -126,6 +126,10 @@ class PagedKV(Resource):
         self._lines = SlotPool(context.max_owners)
         self._tables = np.zeros((context.max_owners + 1, self.pool.units(spec.max_tokens)), np.int32)
         self._tables[-1] = pages
+        # Of each line: committed tokens, and up to how many its pages can be written without asking the pool.
+        self._held = np.zeros(context.max_owners + 1, np.int64)
+        self._room = np.zeros(context.max_owners + 1, np.int64)
+        self._planned: tuple[tuple[Row, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         self.capturable = self.backend.capturable
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -157,10 +161,13 @@ class PagedKV(Resource):
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         self.pool.open(owner, request.cache_salt)
+        line = self._lines[owner]
+        self._held[line], self._room[line] = self.pool.length(owner), 0
 
     def close(self, owner: Owner) -> None:
         self.pool.close(owner)
         self._lines.release(owner)
+        self._planned = None
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
@@ -173,9 +180,11 @@ class PagedKV(Resource):
             return
         if sibling is not None and self.pool.shares(owner, sibling, ids):
             self.pool.fork(owner, sibling, len(ids))
+            self._room[self._lines[sibling]] = 0  # its last page is shared now
         else:
             self.pool.attach(owner, ids)
         self._mirror(owner, 0)
+        self._held[self._lines[owner]] = len(ids)
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
@@ -184,12 +193,10 @@ class PagedKV(Resource):
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size
         count = stage.rows(len(rows))
-        lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
-        starts = np.zeros(count, np.int64)
-        for i, row in enumerate(rows):
-            lines[i], lengths[i], starts[i] = self._lines[row.owner], row.length, self.pool.length(row.owner)
+        lines, lengths = self._lines_of(rows, count)
+        starts = self._held[lines]
         if not frozen:
-            self._grow(rows)
+            self._grow(rows, np.flatnonzero(starts + lengths > self._room[lines]))
         longest = int((starts + (0 if frozen else lengths)).max()) if count else 0
         tables = self._tables[lines, : self.pool.units(longest)]
         most = self._tables.shape[1]
@@ -206,13 +213,27 @@ class PagedKV(Resource):
         )
         return view
 
+    def _lines_of(self, rows: Sequence[Row], count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Line and length of each row, of *count* with padding. Those of the step before if the rows are the same."""
+        same = tuple(rows)
+        if self._planned is None or self._planned[0] != same or len(self._planned[1]) != count:
+            lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
+            for i, row in enumerate(rows):
+                lines[i], lengths[i] = self._lines[row.owner], row.length
+            self._planned = (same, lines, lengths)
+        return self._planned[1:]
+
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
-        if not frozen:
-            for row in rows:
-                self.pool.commit(row.owner, row.length, row.ids)
+        if frozen or not rows:
+            return
+        for row in rows:
+            self.pool.commit(row.owner, row.length, row.ids)
+        lines, lengths = self._lines_of(rows, len(self._planned[1]) if self._planned is not None else len(rows))
+        self._held[lines[: len(rows)]] += lengths[: len(rows)]
 
     def retract(self, row: Row) -> None:
         self.pool.retract(row.owner, row.length)
+        self._held[self._lines[row.owner]] -= row.length
 
     def learn(self, owner: Owner, ids: Sequence[int]) -> None:
         self.pool.learn(owner, ids)
@@ -220,16 +241,20 @@ class PagedKV(Resource):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         """Nothing to undo: what was written lies past the committed length, in pages that the owner keeps for later."""
 
-    def _grow(self, rows: Sequence[Row]) -> None:
-        for row in rows:  # all are checked before any changes: a refused step leaves no copy half-done
+    def _grow(self, rows: Sequence[Row], full: npt.NDArray[np.int64]) -> None:
+        """Get pages for those of *rows* whose indices are in *full*."""
+        growing = [rows[i] for i in full if i < len(rows)]
+        for row in growing:  # all are checked before any changes: a refused step leaves no copy half-done
             if not self.pool.fits(row.owner, row.length):
                 raise IntegrityError(f"{row.owner} grows past the {self.name!r} pages that were reserved for it")
         copies: list[tuple[int, int]] = []
-        for row in rows:
+        for row in growing:
             first, copied = self.pool.grow(row.owner, row.length)
             copies.extend(copied)
-            if first < len(self.pool.table(row.owner)):
+            table = self.pool.table(row.owner)
+            if first < len(table):
                 self._mirror(row.owner, first)
+            self._room[self._lines[row.owner]] = len(table) * self.pool.page_size
         if copies:
             size = self.pool.page_size
             places = np.asarray(copies, np.int64)[:, :, None] * size + np.arange(size)

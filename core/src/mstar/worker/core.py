@@ -110,6 +110,7 @@ class Worker:
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
+        self._foreseeable: dict[CallOp, bool] = {}
         self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
         self._live: dict[str, _Live] = {}
         self._timeouts: Deadlines[_Live] = Deadlines()
@@ -416,7 +417,7 @@ class Worker:
             if ahead is None:
                 continue
             foreseen.append((live, ahead))
-            all_again &= ahead.op is call.op and ahead.length == 1
+            all_again = all_again and ahead.op is call.op and ahead.length == 1 and not call.op.varying
         if all_again and self.scheduler.idle:
             self._cohort = [ahead for _, ahead in foreseen]
             return
@@ -425,7 +426,10 @@ class Worker:
             self._offer(live, ahead, now)
 
     def _may_foresee(self, op: CallOp) -> bool:
-        return all(self.resources[name].speculates for name in op.entry.resources)
+        may = self._foreseeable.get(op)
+        if may is None:
+            may = self._foreseeable[op] = all(self.resources[name].speculates for name in op.entry.resources)
+        return may
 
     def _drop(self, call: CallRun) -> None:
         """*call* was foreseen and is not to be."""
