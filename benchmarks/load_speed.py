@@ -124,19 +124,8 @@ def peak() -> float:
 
 
 def in_a_process(way: str, device: str, folder: Path, layers: int) -> dict[str, Any]:
-    words = [
-        sys.executable,
-        __file__,
-        "--one",
-        way,
-        "--device",
-        device,
-        "--folder",
-        str(folder),
-        "--layers",
-        str(layers),
-    ]
-    done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
+    words = [sys.executable, __file__, "--one", way, "--device", device, "--folder", str(folder)]
+    done = subprocess.run([*words, "--layers", str(layers)], check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 

@@ -83,8 +83,8 @@ class CrossKV(SlotResource):
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
         dtype = dtype_named(spec.dtype, context.dtype)
-        needed = slots * spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
-        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", needed, context)
+        slot_bytes = spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", slots, slot_bytes, context)
         self.memory = KVMemory(
             spec.layers, slots * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )

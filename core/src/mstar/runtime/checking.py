@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from mstar.nn.model import Model
 from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
-from mstar.resources.base import Resource
+from mstar.resources.base import Resource, ResourceContext
 from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.deployment import Deployment, merge_deployment
@@ -30,6 +31,7 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.resources import ResourceSpec
 from mstar.weights.sources import SourceContext, parse_override, present_weights
 from mstar.worker import build
+from mstar.worker.memory import free_memory
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
@@ -277,17 +279,29 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     assert device is not None
     assert dtype is not None
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
-    contexts = build.resource_contexts(declared, plan, deployment, registry, _META if absent else device, dtype)
-    for name, spec in declared.items():
+    weights = sum(node.bytes for node in checked.nodes)
+    memory = build.memory_plan(
+        declared,
+        plan,
+        deployment,
+        registry,
+        device,
+        dtype,
+        free=None if absent else max(0, free_memory(device) - weights),  # as when they are loaded
+        weights_bytes=weights,
+    )
+    where = device
+
+    def make(name: str, context: ResourceContext) -> Resource:
+        backends = [_Elsewhere(backend, where) for backend in context.attention_backends]
+        context = replace(context, device=_META, attention_backends=backends)
+        return build.make_resource(name, declared[name], context, registry)
+
+    for name in memory.order:
         with checked.stage(place, f"resources.{name}"):
-            context = contexts[name]
-            backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
-            context = replace(
-                context, device=_META, attention_backends=backends, memory=None if absent else context.memory
-            )
-            pool = build.make_resource(name, spec, context, registry)
+            pool = memory.make(name, partial(make, name))
             per_request = len(plan.contexts.get(name, ())) or 1
-            checked.pools.append(_size(pool, context.max_owners, per_request))
+            checked.pools.append(_size(pool, pool.context.max_owners, per_request))
 
 
 def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:

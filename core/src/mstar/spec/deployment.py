@@ -33,6 +33,13 @@ class EngineOptions(_Section):
 
     runner: str = Field("eager", description="A name registered through `mstar_engines`.")
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the memory that weights and sized pools leave, for pools without a size; default: 0.9 on "
+        "a GPU, 0.25 on the CPU.",
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
@@ -100,5 +107,6 @@ def _fault(error: Any) -> tuple[str, str]:
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] != "extra_forbidden":
         return path, f"{error['msg']} (got {error['input']!r})"
-    section: Any = {"engine": EngineOptions, "scheduler": SchedulerOptions}.get(str(error["loc"][0]), Deployment)
-    return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"
+    sections: dict[str, Any] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
+    known = sections.get(str(error["loc"][0]), Deployment).model_fields
+    return path, f"unknown key{nearest(str(error['loc'][-1]), known)}"

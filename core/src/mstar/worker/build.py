@@ -6,10 +6,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import psutil
 import torch
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,6 +26,7 @@ from mstar.spec.errors import DeploymentError, SetupError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
 from mstar.spec.resources import ResourceSpec
+from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
     "Built",
@@ -34,11 +35,11 @@ __all__ = [
     "declared_resources",
     "make_model",
     "make_resource",
+    "memory_plan",
     "node_faults",
     "pick_device",
     "pick_dtype",
     "placement_faults",
-    "resource_contexts",
 ]
 
 log = logging.getLogger(__name__)
@@ -69,11 +70,18 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
         raise DeploymentError(faults)
     plan = compile_graph(graph)
-    nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
+    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
-    contexts = resource_contexts(declared, plan, deployment, registry, device, dtype)
-    resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
+    memory = memory_plan(
+        declared, plan, deployment, registry, device, dtype, free=free_memory(device), weights_bytes=weights_bytes
+    )
+    made = {
+        name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
+        for name in memory.order
+    }
+    resources = {name: made[name] for name in declared}
+    log.info("%s", memory.table())
     return Built(model, plan, resources, nodes, device, dtype)
 
 
@@ -151,29 +159,31 @@ def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple
             yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
 
 
-def resource_contexts(
+def memory_plan(
     declared: Mapping[str, ResourceSpec],
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, ResourceContext]:
-    """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
+    *,
+    free: int | None,
+    weights_bytes: int = 0,
+    reserve_bytes: int = 0,
+) -> MemoryPlan:
+    """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
-    free = _free_memory(device)
-    # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
-    # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
-    unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
-    share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(len(unsized), 1)
-    made: dict[str, ResourceContext] = {}
-    for name in declared:
-        contexts = len(plan.contexts.get(name, ())) or 1
-        owners = deployment.max_concurrent_requests * contexts
-        if name in plan.graph.sessions:
-            owners += deployment.max_sessions * contexts
-        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends)
-    return made
+    return MemoryPlan(
+        declared,
+        plan,
+        deployment,
+        device,
+        dtype,
+        backends,
+        free=free,
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserve_bytes,
+    )
 
 
 def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:
@@ -190,14 +200,6 @@ def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, regis
         raise
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on *device*: what the system keeps as file cache (the weights just read) counts."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return int(psutil.virtual_memory().available)
-
-
 def _load_nodes(
     model: Model,
     plan: Plan,
@@ -205,8 +207,10 @@ def _load_nodes(
     device: torch.device,
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
-) -> dict[str, Node]:
+) -> tuple[dict[str, Node], int]:
+    """The nodes, and the bytes of their weights as loaded."""
     nodes: dict[str, Node] = {}
+    size = 0
     for spec in plan.graph.nodes:
         weight_map = model.weights(spec.name)
         if weight_map is None:
@@ -225,12 +229,13 @@ def _load_nodes(
             from mstar.weights.loader import load  # models without weights need no safetensors
 
             load(node, weight_map, weights, device, dtype, report)
-            if device.type == "cpu":
-                prepare_cpu(node)
+        size += sum(tensor.nbytes for tensor in (*node.parameters(), *node.buffers()))
+        if weight_map is not None and device.type == "cpu":
+            prepare_cpu(node)  # after counting: what is packed lies outside of the parameters
         for fault in node_faults(spec, node):
             raise SetupError(fault)
         nodes[spec.name] = node.eval().requires_grad_(False)
-    return nodes
+    return nodes, size
 
 
 def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:
