@@ -21,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.config import DecoderConfig
 from mstar.nn.cpu_linear import best_cpu_dtype, prepare_cpu
 from mstar.nn.linear import Linear
+from mstar.nn.rotary import Rotation
 from mstar.patterns.causal_lm import CausalLMNode
 from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, ResourceContext, Row
 from mstar.resources.paged_kv import PagedKV
+from mstar.resources.staging import Stage
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import PagedKV as PagedKVSpec
 
@@ -91,7 +94,7 @@ def attention_of_a_step(
     backends = [NumbaAttention(), TorchAttention()]
     out = {}
     for rows in batches:
-        kv = PagedKV("kv", spec, ResourceContext(torch.device("cpu"), dtype, rows, None, backends))
+        kv = PagedKV("kv", spec, ResourceContext(torch.device("cpu"), dtype, rows, None, backends, stage=Stage("cpu")))
         owners = [Owner(str(row)) for row in range(rows)]
         for owner in owners:
             kv.reserve(owner, kv.units(context + 1))
@@ -110,8 +113,10 @@ def attention_of_a_step(
 class _NoAttention:
     """Passes the queries on: all of a step's work but attention."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return q.contiguous()
+    def attend_heads(
+        self, layer: int, heads: Tensor, q_heads: int, rotation: Rotation, norms: ops.HeadNorms | None
+    ) -> Tensor:
+        return ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, None, None, None)[0].contiguous()
 
 
 def _call(layer: Linear, rows: int, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -24,6 +24,7 @@ from mstar import hookspecs, settings
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
+from mstar.spec.model import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("docs/hooks.md", "docs/knobs.md", "docs/deployment.md", "README.md")
@@ -108,8 +109,17 @@ def knobs() -> str:
     if missing:
         raise SystemExit(f"install {', '.join(sorted(map(str, missing)))}: the tables of knobs need it")
     return "\n\n".join(
-        f"## {m.spec.key}\n\n{m.spec.summary} From `{m.plugin.distribution}`.\n\n{fields(m.spec.knobs)}" for m in found
+        f"## {m.spec.key}\n\n{m.spec.summary} From `{m.plugin.distribution}`.\n\n"
+        f"{fields(m.spec.knobs)}{_options(m.spec)}"
+        for m in found
     )
+
+
+def _options(spec: ModelSpec) -> str:
+    """The table of what the deployment may set of a model, for those that have such options."""
+    if not spec.options.model_fields:
+        return ""
+    return f"\n\nOptions of its deployment (`model_kwargs` in the deployment file):\n\n{fields(spec.options)}"
 
 
 def deployment() -> str:

@@ -19,10 +19,15 @@ HEAD = """\
 
 This page is generated from the commands themselves: `python scripts/cli_docs.py` writes it, and a test checks it.
 
-Every command answers `--help`. Exit status: 0 when all is well; 1 when the answer is "no" (`check` found faults,
-`doctor` misses something essential, a request failed in the engine); 2 when you must change something (a word, a
-setting, a file); 130 after Ctrl-C. Answers go to standard output, everything else to standard error. An unknown
-command, option, model, parameter or key of a file is answered with the nearest one that exists.
+Every command answers `--help`. Exit status: 0 when all is well; 1 when a fault was found (in a model, its code or its
+deployment file, by whichever command; by `doctor` in something essential; or a request failed in the engine); 2 when
+the command cannot be carried out as it was typed (a word, a value, a setting, a file that is not there, terms to
+accept); 130 after Ctrl-C. Answers go to standard output, everything else to standard error. An unknown command, option,
+model, parameter or key of a file is answered with the nearest one that exists. What a family's own code raises is one
+sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the traceback.
+
+`eval "$(mstar completion bash)"` (or zsh, fish) completes commands, models, options, their values, the parameters of
+the chosen model for `--set`, and files.
 
 Plugins add commands of their own; `mstar --help` lists all that are installed.
 """
@@ -43,7 +48,8 @@ SHAPES = {
         "`sessions`, `resources`."
     ),
     "check": (
-        "An object: `key`, `ok`, `faults` (a list of `file`, `key`, `message`), `weights_folder`, `device`, "
+        "An object: `key`, `ok`, `complete` (false: more may show once the faults are mended), `faults` (a list of "
+        "`file`, `key`, `message`, `line` or null), `remarks` (what could not be tried), `weights_folder`, `device`, "
         "`dtype`, `max_concurrent_requests`, `nodes` (`name`, `module`, `parameters`, `bytes`), `pools` "
         "(`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
     ),

@@ -69,7 +69,7 @@ def test_every_program_explains_itself(program: str) -> None:
 
 
 def test_the_chat_benchmark_is_among_them() -> None:
-    assert {"chat_cpu.py", "sched_scale.py", "import_time.py"} <= set(PROGRAMS)
+    assert {"chat_cpu.py", "decode_gpu.py", "sched_scale.py", "import_time.py"} <= set(PROGRAMS)
 
 
 @given(st.lists(st.text("ab:\n é", max_size=6), max_size=5), st.lists(st.integers(1, 9)), st.booleans())

@@ -76,6 +76,15 @@ def test_whole_answers(server: Server, mini: Miniature) -> None:
         assert_outputs(mini, example, answer.json()["outputs"])
 
 
+def test_usage_of_a_speaking_model(server: Server) -> None:
+    ask = {"model": "mini_tts", "text": "hello", "model_kwargs": {"max_tokens": 6}}
+    answer = server.http.post("/generate", json=ask).json()
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["input"]) == (5, 6, {"tokens": 5})
+    assert usage["output"]["tokens"] == 6
+    assert usage["output"]["audio_seconds"] == pytest.approx(len(heard(answer["outputs"]["audio"][0])) / 8000)
+
+
 @by_key
 def test_many_at_once(server: Server, mini: Miniature) -> None:
     rng = random.Random(11)

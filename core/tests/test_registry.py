@@ -127,6 +127,53 @@ def test_a_hook_that_raises_costs_only_its_plugin() -> None:
     assert reasons(plugins) == ["mstar_models failed: OSError: no disk"]
 
 
+def everything(registry: Registry) -> dict[str, Any]:
+    """What can be found: models and offers of every kind."""
+    return {"models": dict(registry.models), **{hook: dict(t.offers) for hook, t in registry._tables.items()}}
+
+
+KINDS_OFFERED = {
+    "mstar_resources": {"late": "x:Y"},
+    "mstar_attention_backends": {"late": "x:Y"},
+    "mstar_engines": {"late": "x:Y"},
+    "mstar_schedulers": {"late": "x:Y"},
+    "mstar_executors": {"late": "x:Y"},
+    "mstar_weight_sources": {"late": "x:Y"},
+}
+
+
+@pytest.mark.parametrize("by", ["a later hook", "the server"])
+def test_nothing_of_a_plugin_that_is_rejected_late_stays(by: str) -> None:
+    def no_routes(registry: Any) -> list[Any]:
+        raise OSError("no disk")
+
+    late = plugin("late", mstar_models=[spec("a"), spec("b")], mstar_api=no_routes, **KINDS_OFFERED)
+    before = everything(Registry(load(plugin("good", mstar_models=[spec("ok")]))))
+    plugins = load(plugin("good", mstar_models=[spec("ok")]), late)
+    registry = Registry(plugins)
+    assert set(registry.models) == {"ok", "a", "b"}
+    if by == "a later hook":
+        plugins.call_each("mstar_api", registry=registry)
+    else:
+        plugins.reject(plugins.loaded[-1], PluginError("mstar_openai must return a dict"))
+    after = everything(registry)
+    assert {kind: list(found) for kind, found in after.items()} == {kind: list(found) for kind, found in before.items()}
+    with pytest.raises(SetupError, match=r"there is no model 'a'.*\n.*plugin 'late'"):
+        registry.model("a")
+    with pytest.raises(SetupError, match="there is no scheduler 'late'"):
+        registry.scheduler("late")
+
+
+def test_the_name_of_a_rejected_plugin_may_be_taken_by_another() -> None:
+    plugins = load(plugin("late", mstar_models=[spec("a")]))
+    registry = Registry(plugins)
+    plugins.reject(plugins.loaded[-1], PluginError("no"))
+    other = plugin("other", mstar_models=[spec("a")])
+    plugins.add("other", "1.0", "other", _returning(other))
+    assert Registry(plugins).model("a").key == "a"
+    assert not registry.models
+
+
 # --- what is named "module:Class" --------------------------------------------------------------------------------
 
 KINDS = {

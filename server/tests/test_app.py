@@ -7,6 +7,8 @@ from fastapi import APIRouter
 
 from mstar.cluster.base import Phase
 from mstar.hookspecs import hookimpl
+from mstar.spec.errors import FaultFound
+from mstar.spec.processor import TextDelta
 
 CHAT = "/v1/chat/completions"
 
@@ -170,6 +172,46 @@ async def test_a_bug_in_a_route_is_a_500_of_the_contract(kit, caplog):
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
     assert "secret detail" not in reply.text
     assert caplog.records[-1].args[0] in reply.json()["error"]["message"]
+    assert f"ZeroDivisionError: secret detail (at {__file__}:" in caplog.records[-1].getMessage()
+
+
+class BrokenAdapter:
+    def __init__(self, spec, options):
+        pass
+
+    def tasks(self, body):
+        return body["secret"]
+
+
+async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, caplog):
+    """Its adapter, its processor (before the answer began) and its renderer (after)."""
+
+    class Plugin:
+        @hookimpl
+        def mstar_openai(self, spec):
+            return {"chat": f"{__name__}:BrokenAdapter"}
+
+    service = kit.Service([TextDelta("a", (1,)), FaultFound("no rendering: secret (at owl.py:1)")])
+    async with kit.client(service, hooks=kit.Hooks(Plugin())) as client:
+        adapter = await client.post(CHAT, json=chat())
+        renderer = await client.post("/generate", json={"text": "x"})
+        late = await client.post("/generate", json={"text": "x", "streaming": True})
+        service.refuse = FaultFound("no preparing: secret (at owl.py:2)")
+        processor = await client.post("/generate", json={"text": "x"})
+    for reply in (adapter, renderer, processor):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 4
+    for reply, record in zip((adapter, renderer, late, processor), errors, strict=True):
+        assert "secret" not in reply.text
+        assert __file__ not in reply.text
+        assert record.args[0] in reply.text
+        assert record.exc_info is not None
+    said = [record.getMessage() for record in errors]
+    assert said[0].startswith(f"unhandled error, id {errors[0].args[0]}: 'tiny' could not read a chat: TypeError: ")
+    assert f"(at {__file__}:" in said[0]
+    assert said[1].endswith("no rendering: secret (at owl.py:1)")
+    assert said[3].endswith("no preparing: secret (at owl.py:2)")
 
 
 async def test_health_answers_three_questions(kit, chat):

@@ -144,6 +144,45 @@ async def test_a_bad_field_is_named(kit, body, param, said):
     assert said in reply.json()["error"]["message"]
 
 
+MISPLACED = [
+    ("seed", "'seed' is a knob of 'tiny': put it in model_kwargs, as {\"seed\": …}"),
+    (
+        "temprature",
+        "unknown parameter 'temprature'; did you mean 'temperature'? That is a knob: put it in model_kwargs",
+    ),
+    ("txt", "unknown parameter 'txt'; did you mean 'text'?"),
+    ("zzzzzz", "unknown parameter 'zzzzzz'; known: files, model"),
+]
+
+
+@pytest.mark.parametrize("form", ["json", "multipart", "urlencoded"])
+@pytest.mark.parametrize(("field", "said"), MISPLACED)
+async def test_a_knob_beside_the_text_is_told_where_it_belongs(kit, form, field, said):
+    service = kit.Service(kit.HELLO)
+    async with kit.client(service) as client:
+        if form == "json":
+            reply = await client.post("/generate", json={"text": "x", field: 0})
+        else:
+            files = [("files", ("a", b"x"))] if form == "multipart" else None
+            reply = await client.post("/generate", data={"text": "x", field: "0"}, files=files)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, field, "unknown_parameter")
+    assert error["message"].startswith(said)
+    assert service.tasks == []
+
+
+@pytest.mark.parametrize("form", ["json", "multipart"])
+async def test_an_unknown_knob_is_named_with_the_nearest(kit, form):
+    async with kit.client(kit.Service(kit.HELLO)) as client:
+        if form == "json":
+            reply = await client.post("/generate", json={"model_kwargs": {"stepps": 1}})
+        else:
+            reply = await client.post("/generate", data={"model_kwargs": '{"stepps": 1}'})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, "model_kwargs.stepps", "unknown_parameter")
+    assert error["message"] == "unknown parameter 'stepps'; did you mean 'steps'?"
+
+
 @pytest.mark.parametrize(
     ("data", "param"),
     [

@@ -13,7 +13,7 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError
 
 from mstar.cluster.base import Phase
-from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.errors import FaultFound, RequestError, SetupError
 from mstar.spec.processor import TextDelta
 from mstar_server.options import ServerOptions
 from mstar_server.run import bind, serve, serve_async
@@ -243,8 +243,8 @@ async def test_draining_has_an_end(kit, chat, how):
 
 def test_a_model_that_cannot_start_ends_the_server_with_its_sentence(kit):
     service, other = kit.Service(), kit.Service(key="other")
-    service.start_error = SetupError("the weights are gone")
-    with pytest.raises(SetupError, match="the weights are gone"):
+    service.start_error = FaultFound("the weights are gone")
+    with pytest.raises(FaultFound, match="the weights are gone"):
         serve({"tiny": service, "other": other}, kit.Hooks(), ServerOptions(port=0))
     assert service.stopped
     assert other.stopped

@@ -188,6 +188,24 @@ async def test_a_bad_message_is_an_error_event_and_the_socket_lives(kit, talk, m
         assert (await client.hear())["data"] == [2.0]
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [
+        ({"seed": 1}, "seed", "'seed' is a knob of 'tiny': put it in model_kwargs"),
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'? That is a knob: put it in model_kwargs"),
+        ({"apend": {}}, "apend", "unknown parameter 'apend'; did you mean 'append'?"),
+        ({"streaming": True}, "streaming", "unknown parameter 'streaming'"),
+        ({"model_kwargs": {"stepps": 1}}, "model_kwargs.stepps", "did you mean 'steps'?"),
+    ],
+)
+async def test_a_knob_in_the_wrong_place_or_unknown(kit, talk, message, param, said):
+    async with talk(kit.Service(kit.HELLO)) as client:
+        await client.say(id="e", text="x", **message)
+        error = (await client.hear())["error"]
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    assert said in error["message"]
+
+
 async def test_frames_that_are_no_message(kit, talk):
     async with talk(kit.Service(kit.HELLO), max_socket_message_bytes=1000) as client:
         for frame, code in (

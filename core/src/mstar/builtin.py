@@ -26,6 +26,7 @@ def mstar_resources() -> dict[str, str]:
 @hookimpl
 def mstar_attention_backends() -> dict[str, str]:
     return {
+        "flashinfer": "mstar.resources.attention.flashinfer:FlashInferAttention",
         "torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention",
         "numba_cpu": "mstar.resources.attention.numba_cpu:NumbaAttention",
     }
@@ -33,7 +34,7 @@ def mstar_attention_backends() -> dict[str, str]:
 
 @hookimpl
 def mstar_engines() -> dict[str, str]:
-    return {"eager": "mstar.engine.eager:EagerRunner"}
+    return {"eager": "mstar.engine.eager:EagerRunner", "graphs": "mstar.engine.graphs:GraphRunner"}
 
 
 @hookimpl

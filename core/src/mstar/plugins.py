@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +26,17 @@ from mstar.hook_trace import trace_hooks
 from mstar.requirements import CORE, GROUP, canonical, check_core
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError, nearest
+from mstar.spec.origin import describe
 
 __all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
 
 BUILTIN = "core"
 """The name under which the core registers its own hooks."""
+
+_EXTRA = "extra module"
+"""What a module has in place of a version."""
+
+_HOOKLESS = "mark its functions with @mstar.hookimpl, name another module, or take it out of MSTAR_EXTRA_PLUGINS"
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class BrokenPlugin:
 class Plugins:
     """The plugins of this process: ``loaded``, ``broken`` and ``blocked`` (names found but not imported).
 
+    :ivar when_rejected: called with each plugin that is rejected after it was loaded, to forget what it offered.
     :param memory: a file that keeps what each plugin offered, so that one that fails later can still be found by its
         models' keys; ``None`` keeps nothing.
     """
@@ -81,6 +89,7 @@ class Plugins:
         self.loaded: list[Plugin] = []
         self.broken: list[BrokenPlugin] = []
         self.blocked: list[str] = []
+        self.when_rejected: list[Callable[[Plugin], None]] = []
 
     @property
     def hook(self) -> Any:
@@ -98,7 +107,7 @@ class Plugins:
             self._set_aside(about, _sentence(error), error)
             return
         except (Exception, SystemExit) as error:  # a module that exits when it is imported must not end us
-            self._set_aside(about, f"importing {source} failed: {_sentence(error)}", error)
+            self._set_aside(about, f"importing {source} failed: {_sentence(error, source)}", error)
             return
         if self.manager.is_registered(found):
             return  # an extra module that is installed as well
@@ -121,6 +130,9 @@ class Plugins:
             raise PluginError(f"there is no hook {name!r}{nearest(name, self.known_hooks())}")
         for name in self._unmarked(plugin):
             raise PluginError(f"{name!r} lacks its @mstar.hookimpl, so it would never be called")
+        if plugin.version == _EXTRA and not self.hooks(plugin):
+            missing = f"module {plugin.source!r} has no mstar_… hook{_where_hooks_are(plugin.source)}"
+            raise PluginError(missing, remedy=_HOOKLESS)
 
     def _unknown(self, plugin: Plugin) -> Iterator[str]:
         """What pluggy's ``check_pending`` looks for, for one plugin: implementations of hooks that do not exist."""
@@ -140,6 +152,8 @@ class Plugins:
         """Stop using *plugin*, which broke a contract after it was loaded."""
         self.manager.unregister(plugin.object)
         self.loaded.remove(plugin)
+        for forget in self.when_rejected:
+            forget(plugin)
         about = BrokenPlugin(plugin.name, plugin.version, "", distribution=plugin.distribution)
         self._set_aside(about, _sentence(error), error)
 
@@ -164,7 +178,7 @@ class Plugins:
         try:
             results: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{hook} failed: {_sentence(error)}") from error
+            raise PluginError(f"{hook} failed: {_sentence(error, plugin.source)}") from error
         return results
 
     def call_each(self, hook: str, **arguments: Any) -> list[tuple[Plugin, Any]]:
@@ -196,7 +210,8 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
         raise PluginError(f"MSTAR_BLOCK_PLUGINS: {BUILTIN!r} is M* itself and cannot be blocked")
     plugins.add(BUILTIN, mstar.__version__, "mstar.builtin", lambda: importlib.import_module("mstar.builtin"))
     unseen = set(allowed or ()) - {BUILTIN}
-    installed = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
+    installed, damaged = _installed()
+    plugins.broken += damaged
     for entry in installed:
         distribution, version = _installed_as(entry)
         names = {canonical(name) for name in (entry.name, distribution) if name}
@@ -218,8 +233,40 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
     return plugins
 
 
+def _installed() -> tuple[list[importlib.metadata.EntryPoint], list[BrokenPlugin]]:
+    """The entry points of all distributions, by name, and the distributions whose entry points cannot be read.
+
+    One at a time, where :func:`importlib.metadata.entry_points` fails for all because of one. Of two distributions with
+    one name the first on the path counts, as there.
+    """
+    found, damaged = [], []
+    seen: set[str] = set()
+    for distribution in importlib.metadata.distributions():
+        folder = str(getattr(distribution, "_path", "its folder"))
+        name = Path(folder).name.partition("-")[0]  # as its folder has it: what is inside may be damaged
+        try:
+            name = getattr(distribution, "_normalized_name", None) or distribution.name
+            if name in seen:
+                continue
+            seen.add(name)
+            found += [entry for entry in distribution.entry_points if entry.group == GROUP]
+        except Exception as error:  # it depends on the Python version and on the damage what importlib raises
+            reason = f"its entry points, in {folder}, cannot be read: {_sentence(error)}"
+            name = canonical(name)
+            remedy = f"run `pip install --force-reinstall {name}`, or uninstall it"
+            damaged.append(BrokenPlugin(name, "unknown version", reason, error, remedy, distribution=name))
+    return sorted(found, key=lambda entry: entry.name), damaged
+
+
 def _add_module(plugins: Plugins, name: str) -> None:
-    plugins.add(name, "extra module", name, lambda: importlib.import_module(name))
+    plugins.add(name, _EXTRA, name, lambda: importlib.import_module(name))
+
+
+def _where_hooks_are(name: str) -> str:
+    """A package that has its hooks in the usual place."""
+    there = f"{name}.plugin"
+    is_package = hasattr(sys.modules[name], "__path__")
+    return f"; did you mean {there!r}?" if is_package and importlib.util.find_spec(there) else ""
 
 
 def _import(entry: importlib.metadata.EntryPoint) -> Any:
@@ -256,12 +303,13 @@ def _installed_as(entry: importlib.metadata.EntryPoint) -> tuple[str | None, str
     return (name, version) if name and version else unknown
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, source: str = "") -> str:
+    """*error* in words. *source*: the plugin's module, to name the line of its code."""
     if isinstance(error, SetupError):
         return str(error)
     if isinstance(error, pluggy.PluginValidationError):
         return " ".join(str(error).split())
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return describe(error, (source,) if source else ())
 
 
 def _remedy(about: BrokenPlugin, error: BaseException) -> str:

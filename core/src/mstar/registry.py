@@ -105,6 +105,7 @@ class Registry:
         self.plugins = plugins
         self.models: dict[str, RegisteredModel] = {}
         self._tables = {hook: _Table(kind, plugins) for hook, kind in _KINDS.items()}
+        plugins.when_rejected.append(self._forget)
         for plugin in tuple(plugins.loaded):
             try:
                 self._take(plugin)
@@ -119,6 +120,13 @@ class Registry:
         self.models.update({spec.key: RegisteredModel(spec, plugin) for spec in specs})
         for hook, found in offers.items():
             self._tables[hook].offers.update({name: _Offer(target, plugin) for name, target in found.items()})
+
+    def _forget(self, plugin: Plugin) -> None:
+        """*plugin* was rejected, perhaps long after it was entered: nothing of it stays."""
+        for key in [key for key, model in self.models.items() if model.plugin is plugin]:
+            del self.models[key]
+        for table in self._tables.values():
+            table.offers = {name: offer for name, offer in table.offers.items() if offer.plugin is not plugin}
 
     def _models_of(self, plugin: Plugin) -> list[ModelSpec]:
         specs: dict[str, ModelSpec] = {}
@@ -191,6 +199,10 @@ class Registry:
             if plugin.distribution is not None
         }
         remember(self.plugins.memory, working)
+
+    def names(self, hook: str) -> list[str]:
+        """What plugins provide through *hook* (``"mstar_executors"``), by name; nothing is imported."""
+        return sorted(self._tables[hook].offers)
 
     def resource(self, kind: str) -> type[Resource]:
         """The class of a resource kind."""

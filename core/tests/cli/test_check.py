@@ -14,6 +14,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.testing.drive import miniature_registry
 from mstar.testing.miniatures import MINIATURES
+from mstar.worker import build
 from mstar.worker.core import Worker
 
 Run = Callable[..., tuple[int, str, str]]
@@ -41,7 +42,8 @@ def test_a_sound_model(llama: Run, tmp_path: Path) -> None:
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * mlp + 2 * hidden
     assert node["parameters"] == 100 * hidden + 2 * layer + hidden, "the head is tied"
     kv_pool = next(pool for pool in found["pools"] if pool["name"] == "kv")
-    assert kv_pool["bytes"] == 1024 * 2 * 2 * kv * 4, "tokens x layers x (K, V) x width x 4 bytes"
+    tokens = 1024 + 16  # and the page of padding rows
+    assert kv_pool["bytes"] == tokens * 2 * 2 * kv * 4, "tokens x layers x (K, V) x width x 4 bytes"
     assert (kv_pool["units"], kv_pool["owners"], kv_pool["full_requests"]) == (1024 // 16, 32, 1024 // 256)
     status, out, _ = llama("check", "toy-llama", "--weights", str(tmp_path / "llama"))
     assert status == 0
@@ -88,6 +90,14 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_numbers(llama: 
     (fault,) = found["faults"]
     assert fault["key"] == "resources.kv"
     assert "one context of max_tokens=256 needs 16 pages" in fault["message"]
+
+
+def test_what_a_start_reserves_for_graphs_is_not_free(
+    llama: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "reserved_bytes", lambda deployment, device: 10**18)
+    (fault,) = facts(llama, "toy-llama", "--weights", str(tmp_path / "llama"))["faults"]
+    assert "graphs and workspace" in fault["message"]
 
 
 def test_plugins_that_the_file_requires_and_that_are_not_there(llama: Run, tmp_path: Path) -> None:
@@ -152,6 +162,153 @@ def test_faults_of_a_graph(mstar: Run) -> None:
     assert "call of 'lmm': unknown node; did you mean 'lm'?" in err
     assert "has no method for entry 'forwrd'; did you mean 'forward'?" in err
     assert "ok:" not in out
+
+
+BROKEN = """
+from dataclasses import replace
+import mstar
+from mstar.testing.miniatures import MINIATURES
+from mstar.testing.miniatures.common import MiniProcessor
+from mstar.testing.miniatures.text import Chat
+
+class Processor(MiniProcessor):
+    def __init__(self, context):
+        super().__init__(context)
+        self.table = load(context)
+
+def load(context):
+    return {}["vocabulary"]
+
+class Model(Chat):
+    def graph(self):
+        return super().graph().no_such_field
+
+def tiny(folder):
+    (folder / "vocabulary.txt").write_text("a")
+
+class Reader(MiniProcessor):
+    def __init__(self, context):
+        super().__init__(context)
+        assert (context.weights / "vocabulary.txt").read_text() == "b"
+
+@mstar.hookimpl
+def mstar_models():
+    mini = next(m.spec for m in MINIATURES if m.model.endswith("text:Chat"))
+    return [
+        replace(mini, key="bad-processor", processor=__name__ + ":Processor"),
+        replace(mini, key="bad-model", model=__name__ + ":Model"),
+        replace(mini, key="tiny-reader", processor=__name__ + ":Reader", tiny=__name__ + ":tiny"),
+        replace(mini, key="bad-tiny", tiny=__name__ + ":no_tiny"),
+    ]
+"""
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(BROKEN.splitlines(), 1) if text in line)
+
+
+@pytest.fixture
+def broken(mstar: Run) -> Run:
+    return lambda *words, **more: mstar(*words, extra="cli_toys_fragile", code=BROKEN, **more)
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "message"),
+    [
+        ("bad-processor", "cli_toys_fragile:Processor", "KeyError: 'vocabulary' (at {file}:" + str(line_of("{}["))),
+        ("bad-model", "cli_toys_fragile:Model", "'Graph' object has no attribute 'no_such_field' (at {file}:"),
+        ("tiny-reader", "cli_toys_fragile:Reader", "AssertionError (at {file}:" + str(line_of("assert (context"))),
+        ("bad-tiny", "cli_toys_fragile:no_tiny", "no 'no_tiny' there"),
+    ],
+)
+def test_what_a_familys_own_code_raises_has_its_file_and_line(
+    broken: Run, tmp_path: Path, key: str, place: str, message: str
+) -> None:
+    found = facts(broken, key)
+    (fault,) = found["faults"]
+    assert fault["file"] == place
+    assert message.format(file=tmp_path / "cli_toys_fragile.py") in fault["message"]
+    _, out, err = broken("check", key)
+    assert "Traceback" not in out + err
+
+
+def test_a_hook_that_raises_has_its_line_too(mstar: Run, tmp_path: Path) -> None:
+    code = "import mstar\n@mstar.hookimpl\ndef mstar_models():\n    return [][0]\n"
+    status, _, err = mstar("check", "cli_toys_hooks", extra="cli_toys_hooks", code=code)
+    assert status == 1
+    assert f"mstar_models failed: IndexError: list index out of range (at {tmp_path / 'cli_toys_hooks.py'}:4)" in err
+
+
+def test_a_file_that_is_not_yaml_is_a_fault_found(llama: Run, tmp_path: Path) -> None:
+    status, _, err = llama("check", deployment(tmp_path, "model: [\n"))
+    assert (status, "is not valid YAML" in err) == (1, True)
+
+
+def test_the_traceback_is_shown_on_request(broken: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG"):
+        broken("check", "bad-processor", MSTAR_LOG_LEVEL="debug")
+    assert "in load" in caplog.text
+
+
+def test_a_processor_that_needs_more_than_the_configuration_is_a_remark(llama: Run, tmp_path: Path) -> None:
+    found = facts(llama, "toy-llama", "--weights", str(tmp_path / "llama"))
+    assert (found["ok"], found["complete"]) == (True, True)
+    (remark,) = found["remarks"]
+    assert f"it needs more than is in {tmp_path / 'llama'}" in remark
+    assert remark in llama("check", "toy-llama", "--weights", str(tmp_path / "llama"))[2]
+
+
+def test_with_the_weights_a_processor_that_cannot_read_them_is_a_fault(llama: Run, tmp_path: Path) -> None:
+    (tmp_path / "llama" / "model.safetensors").touch()
+    found = facts(llama, "toy-llama", "--weights", str(tmp_path / "llama"))
+    (fault,) = found["faults"]
+    assert fault["file"] == "mstar.processing.chat:TextProcessor"
+    assert found["remarks"] == []
+
+
+def test_weights_that_are_needed_and_not_here_are_said_once(llama: Run) -> None:
+    found = facts(llama, "toy-llama")
+    (remark,) = found["remarks"]
+    assert "not on this machine" in remark
+
+
+@pytest.mark.parametrize("text", ["dtype: float23\n", "device: gpu\n"])
+def test_faults_that_stop_further_checks_say_so(llama: Run, tmp_path: Path, text: str) -> None:
+    words = (deployment(tmp_path, "model: toy-llama\n" + text), "--weights", str(tmp_path / "llama"))
+    found = facts(llama, *words)
+    assert (found["complete"], found["dtype"]) == (False, None)
+    (fault,) = found["faults"]
+    assert (fault["key"], fault["line"]) == (text.partition(":")[0], 2)
+    _, out, err = llama("check", *words)
+    assert "None" not in out + err
+    assert err.endswith("Further checks follow once these are mended.\n")
+
+
+def test_faults_that_stop_nothing_do_not(llama: Run, tmp_path: Path) -> None:
+    words = (deployment(tmp_path, "model: toy-llama\n\nmax_sesions: 1\n"), "--weights", str(tmp_path / "llama"))
+    assert facts(llama, *words)["complete"]
+    err = llama("check", *words)[2]
+    assert "deployment.yaml:3: max_sesions: unknown key; did you mean 'max_sessions'?" in err
+    assert "Further checks" not in err
+
+
+def test_lines_of_nested_keys(llama: Run, tmp_path: Path) -> None:
+    text = "model: toy-llama\nresources:\n  sampler: {}\n  kv:\n    page_size: 16\n    tokns: 4\n"
+    found = facts(llama, deployment(tmp_path, text), "--weights", str(tmp_path / "llama"))
+    assert [(fault["key"], fault["line"]) for fault in found["faults"]] == [("resources.kv.tokns", 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("knobs: {temperature: 0}", "did you mean 'model_kwargs'?"),
+        ("temperature: 0", "this is a parameter of requests; options of the model stand under 'model_kwargs:'"),
+    ],
+)
+def test_knobs_at_the_top_of_a_file(llama: Run, tmp_path: Path, text: str, hint: str) -> None:
+    found = facts(llama, deployment(tmp_path, f"model: toy-llama\n{text}\n"), "--weights", str(tmp_path / "llama"))
+    (fault,) = found["faults"]
+    assert hint in fault["message"]
 
 
 @pytest.mark.parametrize(

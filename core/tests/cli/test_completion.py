@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,26 @@ ROOT = Path(__file__).parents[3]
         (["serve", "toy-c"], ["toy-chat", "toy-closed"]),
         (["serve", "--po"], ["--port"]),
         (["serve", "toy-chat", "--config"], ["--config"]),
+        (["serve", "toy-chat", "toy"], []),
+        (["serve", "--port", "80", "toy-c"], ["toy-chat", "toy-closed"]),
+        (["serve", "--accept-licence", "toy-c"], ["toy-chat", "toy-closed"]),
+        (["license", "show", "toy-ch"], ["toy-chat"]),
+        (["serve", "--device", ""], ["cpu", "cuda"]),
+        (["serve", "--device", "=", "cp"], ["cpu"]),
+        (["serve", "--device", "="], ["cpu", "cuda"]),
+        (["serve", "--device=cp"], ["--device=cpu"]),
+        (["serve", "--device", "=", "cpu", "--dev"], []),
+        (["serve", "--dtype", "b"], ["bfloat16"]),
+        (["serve", "--executor", ""], ["inline", "processes"]),
+        (["run", "toy-chat", "--set", "top_"], ["top_p=", "top_k="]),
+        (["run", "toy-chat", "--set", "top_p", "=", "1", "--set", "top_k"], ["top_k="]),
+        (["run", "toy-chat", "--set", "top_p", "=", "1", "--se"], ["--set"]),
+        (["run", "--set", "top_"], []),
+        (["run", "toy-chat", "--want", ""], ["text"]),
+        (["plugin", "new", "--pattern", "lm"], ["lm-codec"]),
+        (["serve", "toy-chat", "--config", ""], []),
+        (["serve", "--weights", ""], []),
+        (["run", "toy-chat", "--file", ""], []),
         (["license", "sh"], ["show"]),
         (["completion", ""], ["--help", "bash", "zsh", "fish"]),
         (["srve", ""], []),
@@ -51,6 +72,31 @@ def test_bash_completes(mstar: Run) -> None:
     )
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "--port\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_values_knobs_and_files(mstar: Run, tmp_path: Path) -> None:
+    """Through readline, where a Tab is what a person types."""
+    (tmp_path / "deploy.yaml").touch()
+    program = (
+        f'mstar() {{ [ "$1" = completion ] && "{sys.executable}" -m mstar "$@" || printf "<%s>" "$@"; }}\n'
+        f"{mstar('completion', 'bash')[1]}"
+        "mstar serve --device=cp\t\n"
+        "mstar run mini_chat --set stop_\t3\n"
+        f"mstar serve --config {tmp_path}/dep\t\n"
+    )
+    plugins = {"MSTAR_PLUGINS": "", "MSTAR_EXTRA_PLUGINS": "mstar.testing.miniatures"}
+    done = subprocess.run(
+        ["bash", "--norc", "--noprofile", "-i"],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **plugins, "INPUTRC": os.devnull, "HISTFILE": os.devnull},
+    )
+    assert done.stdout == (
+        f"<serve><--device=cpu><run><mini_chat><--set><stop_token=3><serve><--config><{tmp_path / 'deploy.yaml'}>"
+    ), done.stderr
 
 
 def test_an_unknown_shell(mstar: Run) -> None:

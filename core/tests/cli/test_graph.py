@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,18 @@ def assert_inside(picture: ElementTree.Element) -> None:
         x, y = map(float, re.match(r"M(\S+) ([\d.]+)", path.get("d", "")).groups())  # type: ignore[union-attr]
         assert 0 <= x <= width
         assert 0 <= y <= height
+
+
+def test_faults_are_shown_with_the_words_that_list_them(llama: Run, tmp_path: Path) -> None:
+    file = tmp_path / "my file.yaml"
+    file.write_text("placement: {lm: [0]}\n")
+    words = ("toy-llama", "--config", str(file), "--weights", str(tmp_path / "llama"))
+    status, out, err = llama("graph", *words)
+    assert status == 1
+    assert "partition" in out, "the graph is drawn all the same"
+    command = f"mstar check toy-llama --config '{file}' --weights {tmp_path / 'llama'}"
+    assert err == f"1 fault(s): `{command}` lists them\n"
+    assert llama(*shlex.split(command)[1:])[0] == 1
 
 
 def test_a_picture_that_cannot_be_written(mstar: Run, tmp_path: Path) -> None:

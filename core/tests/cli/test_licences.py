@@ -41,7 +41,7 @@ def test_accept_is_recorded_and_honoured(mstar: Run, tmp_path: Path) -> None:
     assert "run `mstar license accept toy-closed`" in refused[2]
     status, out, err = mstar("license", "accept", "toy-closed")
     assert status == 0
-    assert "Toy-NC (https://toys.example/terms), which do not allow commercial use" in err
+    assert "the terms of the weights of 'toy-closed': Toy-NC (https://toys.example/terms), which do not allow" in err
     (record,) = json.loads((tmp_path / "config" / "licences.json").read_text())["accepted"]
     assert (record["terms"], record["plugin"], record["version"]) == ("Toy-NC", "cli_toys", "extra module")
     assert record["accepted_at"] in out
@@ -53,7 +53,10 @@ def test_accept_is_recorded_and_honoured(mstar: Run, tmp_path: Path) -> None:
 
 def test_accepting_what_needs_no_consent_records_nothing(mstar: Run, tmp_path: Path) -> None:
     status, _, err = mstar("license", "accept", "toy-chat")
-    assert (status, "nothing to accept" in err) == (0, True)
+    assert (status, "the licence of 'toy-chat' is permissive (Apache-2.0): there is nothing to accept" in err) == (
+        0,
+        True,
+    )
     assert not (tmp_path / "config").exists()
 
 

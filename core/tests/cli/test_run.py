@@ -156,6 +156,90 @@ def test_faults(toys: Run, words: tuple[str, ...], sentence: str) -> None:
     assert sentence in err
 
 
+@pytest.mark.parametrize(
+    ("words", "summary"),
+    [
+        (("mini_chat", "Hi", "--set", "max_tokens=1"), "1 token in "),
+        (("mini_omni", "Hello", "--set", "max_tokens=4", "--task", "generate"), "4 tokens, 0.00 s of audio in "),
+        (("mini_denoise", "Hi"), "1 image in "),
+        (("mini_rollout", "--set", "windows=3"), "3 state arrays in "),
+    ],
+)
+def test_the_summary_names_its_units(toys: Run, tmp_path: Path, words: tuple[str, ...], summary: str) -> None:
+    err = toys("run", *words, "--out", str(tmp_path))[2]
+    assert err.splitlines()[-1].startswith(summary), err
+
+
+BROKEN = """
+from dataclasses import replace
+import mstar
+from mstar.testing.miniatures import MINIATURES
+from mstar.testing.miniatures.common import MiniProcessor
+from mstar.testing.miniatures.text import Chat
+
+class Processor(MiniProcessor):
+    def __init__(self, context):
+        raise OSError("no vocabulary")
+
+class Model(Chat):
+    def build(self, node):
+        return 1 / 0
+
+@mstar.hookimpl
+def mstar_models():
+    mini = next(m.spec for m in MINIATURES if m.model.endswith("text:Chat"))
+    return [
+        replace(mini, key="bad-processor", processor=__name__ + ":Processor"),
+        replace(mini, key="bad-model", model=__name__ + ":Model"),
+    ]
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        (
+            "bad-processor",
+            "the processor of 'bad-processor' could not be loaded: OSError: no vocabulary (at {file}:10)",
+        ),
+        (
+            "bad-model",
+            "the worker of 'bad-model' could not be built: ZeroDivisionError: division by zero (at {file}:14)",
+        ),
+    ],
+)
+def test_a_familys_own_fault_leads_with_a_sentence(
+    mstar: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, sentence: str
+) -> None:
+    status, _, err = mstar("run", key, "Hi", extra="cli_toys_fragile", code=BROKEN)
+    assert status == 1
+    assert err.startswith(sentence.format(file=tmp_path / "cli_toys_fragile.py") + ". Mend it there")
+    assert "Traceback" not in err + caplog.text
+    with caplog.at_level("DEBUG"):
+        mstar("run", key, "Hi", extra="cli_toys_fragile", MSTAR_LOG_LEVEL="debug")
+    assert "Traceback" in caplog.text
+
+
+def test_faults_that_the_worker_finds_have_their_line(toys: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("placement:\n  lmm: [0]\nresources:\n  kv: {tokns: 4}\n")
+    status, _, err = toys("run", "mini_chat", "Hi", "--config", str(file))
+    assert status == 1
+    assert sorted(err.splitlines()) == [
+        f"{file}:2: placement.lmm: unknown node; did you mean 'lm'?",
+        f"{file}:4: resources.kv.tokns: unknown key; did you mean 'tokens'?",
+    ]
+
+
+def test_a_faulty_file_is_a_fault_found(toys: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("max_sesions: 1\nmax_concurrent_requests: 0\n")
+    status, _, err = toys("run", "mini_chat", "Hi", "--config", str(file))
+    assert status == 1
+    one, two = err.splitlines()
+    assert (one.startswith(f"{file}:"), two.startswith(f"{file}:")) == (True, True)
+
+
 def test_a_damaged_file_is_named(toys: Run, tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(b"\x89PNG\r\n and no more")

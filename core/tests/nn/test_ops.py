@@ -78,6 +78,30 @@ def test_store_rows_takes_slices_of_a_fused_projection(dtype: torch.dtype) -> No
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_rotate_store_is_norm_rotation_and_store(dtype: torch.dtype, normed: bool, stored: bool) -> None:
+    heads, places = draw(5, 8, 12, dtype=dtype), torch.tensor([6, 0, 3, 1, 2])
+    inverse = torch.cat((-torch.ones(6), torch.ones(6)))
+    cos, sin = ops.rotation(torch.arange(5), inverse, 1.0, dtype)
+    norms = ops.HeadNorms(draw(12, dtype=dtype), draw(12, dtype=dtype).flip(0), 1e-5) if normed else None
+    q, k, v = heads[:, :4].float(), heads[:, 4:6].float(), heads[:, 6:].clone()
+    if norms is not None:
+        q, k = (reference.add_rms_norm(x, None, w.float(), 1e-5) for x, w in ((q, norms.q), (k, norms.k)))
+    q, k = (reference.rotate(x, x.shape[1], cos.float(), sin.float()) for x in (q, k))
+    keys, values = (torch.zeros(7, 24, dtype=dtype) for _ in range(2))
+    got = ops.rotate_store(heads, 4, cos, sin, norms, keys, values, places if stored else None)
+    factor = 4 if normed else 1  # a sequence of operations rounds more than once
+    for mine, exact in zip(got[:2], (q, k), strict=True):
+        torch.testing.assert_close(mine.float(), exact, rtol=factor * ROUNDING[dtype], atol=factor * ROUNDING[dtype])
+    assert torch.equal(got[2], v)
+    if stored:
+        assert torch.equal(keys[places], got[1].flatten(1))
+        assert torch.equal(values[places], v.flatten(1))
+    assert bool(keys.any() or values.any()) == stored
+
+
 def test_other_dtypes_go_to_the_reference() -> None:
     residual, weight = draw(3, 8, dtype=torch.float16), draw(8, dtype=torch.float16)
     assert torch.equal(

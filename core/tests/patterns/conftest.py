@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
 from mstar.nn.node import Sampled, Step
+from mstar.nn.rotary import Rotation
 
 sys.path.append(str(Path(__file__).parent))  # for seeing
 
@@ -23,7 +25,10 @@ class PlainKV:
         self.cache: list[list[tuple[Tensor, Tensor] | None]] = [[None] * layers for _ in range(contexts)]
         self.rows: list[tuple[int, int]] = []  # (context, length) of the current step
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_heads(
+        self, layer: int, heads: Tensor, q_heads: int, rotation: Rotation, norms: ops.HeadNorms | None
+    ) -> Tensor:
+        q, k, v = ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, None, None, None)
         out, begin = [], 0
         for context, length in self.rows:
             part = slice(begin, begin + length)

@@ -17,7 +17,7 @@ from mstar.patterns.lm_codec import LMCodec, LMCodecFacts
 from mstar.patterns.shapes import DecoderShape
 from mstar.patterns.transducer import Transducer, TransducerFacts
 from mstar.spec.check import calls_of, faults
-from mstar.spec.graph import CLIENT, Fixed, Port, Stream
+from mstar.spec.graph import CLIENT, Fixed, Param, Port, Stream
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import RaggedAttention
 
@@ -39,6 +39,7 @@ VARIANTS = {
     "lm-codec, codebooks": (LMCodec, replace(CODEC, codebooks=8)),
     "transducer": (Transducer, RNNT),
     "transducer, attention": (Transducer, replace(RNNT, attention=RAGGED)),
+    "transducer, knobs": (Transducer, replace(RNNT, knobs=(Port("blank_penalty", "float32", (), "stacked"),))),
     "denoise": (DenoiseLoop, PICTURE),
     "denoise, attention": (DenoiseLoop, replace(PICTURE, attention=RAGGED)),
     "denoise, one branch": (DenoiseLoop, replace(PICTURE, branches={"cond": "prompt"})),
@@ -79,6 +80,12 @@ def test_frames_travel_where_there_are_several_codebooks() -> None:
     assert {call.emit["frame"] for call in calls_of(graph.walks["speak"])} == {"codes"}
     assert not graph.node("lm").entry("forward").prefix
     assert graph.stream("audio").seconds_per_item == 1 / 24_000
+
+
+def test_a_transducers_knobs_reach_its_decoder() -> None:
+    graph = family(*VARIANTS["transducer, knobs"]).graph()
+    (write,) = (call for call in calls_of(graph.walks["transcribe"]) if call.node == "decoder")
+    assert write.inputs["blank_penalty"] == Param("blank_penalty")
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ def test_the_model_of_a_plugin_that_broke_shows_why(birds: Callable[..., Registr
         birds().model("owl-large")
     assert str(caught.value).startswith(
         "model 'owl-large' is not available: plugin 'birds' (0.7) is not used: "
-        "importing birds_mod failed: OSError: a very special fault. To mend it: `pip install --upgrade mstar-birds`"
+        "importing birds_mod failed: OSError: a very special fault (at "
     )
+    assert "birds_mod.py:1). To mend it: `pip install --upgrade mstar-birds`" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
 
 

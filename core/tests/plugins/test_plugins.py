@@ -33,8 +33,9 @@ def test_the_core_is_its_own_first_plugin() -> None:
 
 
 def test_installed_plugins_load_by_name_then_extra_modules(site: Site) -> None:
-    for name in ("zeta", "alpha", "extra_one"):
+    for name in ("zeta", "alpha"):
         site.module(f"{name}_mod", "import mstar\n")
+    site.module("extra_one_mod", GOOD)
     site.distribution("mstar-zeta", "1.2", "zeta", "zeta_mod")
     site.distribution("mstar-alpha", "0.3", "alpha", "alpha_mod")
     plugins = load("extra_one_mod", plugins=("zeta", "alpha"))
@@ -147,7 +148,8 @@ def test_calling_each_plugin_survives_one_that_raises(site: Site) -> None:
     assert answer[0].name == "router"
     assert answer[1] == ["R"]
     broken = the_broken(plugins)
-    assert broken.reason == "mstar_api failed: OSError: no disk"
+    assert broken.reason.startswith("mstar_api failed: OSError: no disk (at ")
+    assert broken.reason.endswith("raiser.py:4)"), "the plugin's own line"
     assert isinstance(broken.error, PluginError)
     assert isinstance(broken.error.__cause__, OSError)
     assert plugins.hook.mstar_api(registry="R") == [["R"]]
@@ -242,6 +244,31 @@ def test_a_missing_extra_module_points_at_its_setting() -> None:
     assert "MSTAR_EXTRA_PLUGINS" in the_broken(load("a_module_that_is_not_there")).remedy
 
 
+def test_an_extra_module_without_a_hook_is_reported(site: Site) -> None:
+    site.module("forgotten", "def models():\n    return []\n")
+    plugins = load("forgotten")
+    assert names(plugins) == [BUILTIN]
+    broken = the_broken(plugins)
+    assert broken.reason == "module 'forgotten' has no mstar_… hook"
+    assert "@mstar.hookimpl" in broken.remedy
+    assert plugins.manager.get_plugin("forgotten") is None
+
+
+def test_a_package_named_for_its_plugin_module_gets_the_hint(site: Site) -> None:
+    package = site.folder / "nested_family"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "plugin.py").write_text(GOOD)
+    site.modules += ["nested_family", "nested_family.plugin"]
+    assert the_broken(load("nested_family")).reason.endswith("; did you mean 'nested_family.plugin'?")
+    assert names(load("nested_family.plugin")) == [BUILTIN, "nested_family.plugin"]
+
+
+def test_a_hook_under_another_name_is_a_hook(site: Site) -> None:
+    site.module("renamed", HEAD + '@mstar.hookimpl(specname="mstar_models")\ndef models():\n    return []\n')
+    assert names(load("renamed")) == [BUILTIN, "renamed"]
+
+
 # --- the trace ---------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +325,51 @@ def test_where_warnings_are_errors_a_deprecated_hook_costs_only_its_plugin(site:
 
 
 # --- damage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        b"[mstar.plugins]\nhalf\n",
+        b"[console_scripts]\nnothing to do with plugins\n",
+        b"[mstar.plugins]\nhalf = h\xff\xfe\n",
+    ],
+)
+def test_damaged_entry_points_of_one_distribution_cost_no_other(site: Site, entries: bytes) -> None:
+    site.module("good_mod", GOOD)
+    site.distribution("mstar-good", "1.0", "good", "good_mod")
+    site.distribution("some-half", "1.0", "half", "half_mod")
+    (site.folder / "some_half-1.0.dist-info" / "entry_points.txt").write_bytes(entries)
+    plugins = load(plugins=("good",))
+    assert names(plugins) == [BUILTIN, "good"]
+    broken = the_broken(plugins)
+    assert (broken.name, broken.distribution) == ("some-half", "some-half")
+    assert "some_half-1.0.dist-info, cannot be read: " in broken.reason
+    assert "pip install --force-reinstall some-half" in broken.remedy
+
+
+@pytest.mark.parametrize("value", ["", "not a module", "a:b:c", "1module"])
+def test_an_entry_point_that_names_no_module(site: Site, value: str) -> None:
+    site.module("good_mod", GOOD)
+    site.distribution("mstar-good", "1.0", "good", "good_mod")
+    site.distribution("mstar-half", "1.0", "half", value)
+    plugins = load(plugins=("good", "half"))
+    assert names(plugins) == [BUILTIN, "good"]
+    assert (the_broken(plugins).name, the_broken(plugins).distribution) == ("half", "mstar-half")
+
+
+def test_of_two_installations_of_one_distribution_the_first_counts(
+    site: Site, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = Site(tmp_path_factory.mktemp("older"))
+    monkeypatch.syspath_prepend(str(older.folder))
+    monkeypatch.syspath_prepend(str(site.folder))
+    site.module("new_mod", GOOD)
+    site.distribution("mstar-twofold", "2.0", "twofold", "new_mod")
+    older.distribution("Mstar.Twofold", "1.0", "twofold", "old_mod")
+    plugins = load(plugins=("twofold",))
+    assert [(plugin.name, plugin.version) for plugin in plugins.loaded[1:]] == [("twofold", "2.0")]
+    assert plugins.broken == []
 
 
 @pytest.mark.parametrize("metadata", [None, "", "Metadata-Version: 2.1\n"])

@@ -11,13 +11,14 @@ import torch
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.positions import PositionsResource
+from mstar.resources.staging import Stage
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions
 
 
 def positions(axes: int = 1, prompt: str | None = None, owners: int = 4) -> PositionsResource:
-    context = ResourceContext(device=torch.device("cpu"), dtype=torch.float32, max_owners=owners)
+    context = ResourceContext(device=torch.device("cpu"), dtype=torch.float32, max_owners=owners, stage=Stage("cpu"))
     return PositionsResource("positions", Positions(axes=axes, prompt=prompt), context)
 
 

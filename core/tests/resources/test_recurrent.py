@@ -7,6 +7,7 @@ import torch
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.recurrent import RecurrentStateResource
+from mstar.resources.staging import Stage
 from mstar.spec.errors import SetupError
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState
@@ -15,7 +16,7 @@ SPEC = RecurrentState(tensors={"conv": ((2, 3), "model"), "ssm": ((4,), "float32
 
 
 def state(owners: int = 4, spec: RecurrentState = SPEC, memory: int | None = None) -> RecurrentStateResource:
-    context = ResourceContext(device=torch.device("cpu"), dtype=torch.bfloat16, max_owners=owners, memory=memory)
+    context = ResourceContext(torch.device("cpu"), torch.bfloat16, owners, memory, stage=Stage("cpu"))
     return RecurrentStateResource("state", spec, context)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler import ConstraintFactory, SamplerResource
+from mstar.resources.staging import Stage
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import Sampler
@@ -23,7 +24,7 @@ VOCAB = 1100
 def sampler(
     vocab: int = VOCAB, owners: int = 8, constraints: ConstraintFactory | None = None, prompt: str | None = "prompt"
 ) -> SamplerResource:
-    context = ResourceContext(device=torch.device("cpu"), dtype=torch.float32, max_owners=owners)
+    context = ResourceContext(device=torch.device("cpu"), dtype=torch.float32, max_owners=owners, stage=Stage("cpu"))
     return SamplerResource("sampler", Sampler(vocab=vocab, prompt=prompt), context, constraints)
 
 
@@ -211,14 +212,18 @@ def test_logprobs_are_raw_and_only_for_those_who_asked() -> None:
     ]
     view = resource.plan([Row(o) for o in owners])
     sampled = view.sample(scores)
-    assert sampled.logprobs is not None
-    nothing, biased, plain = sampled.logprobs
+    assert sampled.report is not None
+    read = sampled.report()
+    assert read is not None
+    nothing, biased, plain = read()
     table = torch.log_softmax(scores, -1)
     assert nothing is None
     assert (biased.token, biased.logprob) == (9, pytest.approx(float(table[1, 9])))
     assert [t for t, _ in biased.top] == table[1].topk(2).indices.tolist()
     assert (plain.token, plain.top) == (int(sampled.ids[2]), [])
-    assert resource.plan([Row(owners[0])]).sample(scores[:1]).logprobs is None
+    silent = resource.plan([Row(owners[0])]).sample(scores[:1]).report
+    assert silent is not None
+    assert silent() is None
 
 
 def test_a_second_call_in_a_step_draws_other_numbers() -> None:

@@ -183,7 +183,8 @@ def test_bitmask_is_lowest_bit_first() -> None:
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     scores = logits(3, 50)
     table = torch.log_softmax(scores, -1)
-    reports = sampling.token_logprobs(scores, torch.tensor([4, 5, 6]), [0, 2, 5])
+    tables = sampling.token_logprobs(scores, torch.tensor([4, 5, 6]), 5)
+    reports = sampling.as_reports([4, 5, 6], *(table.tolist() for table in tables), [0, 2, 5])
     for row, (report, n) in enumerate(zip(reports, [0, 2, 5], strict=True)):
         assert report.token == 4 + row
         assert report.logprob == pytest.approx(float(table[row, 4 + row]))

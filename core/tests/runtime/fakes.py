@@ -18,7 +18,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import Licence, ModelSpec
 from mstar.spec.processor import ArrayDelta, Delta, Prepared, Processor, ProcessorContext, Renderer, TextDelta
-from mstar.spec.request import Done, Emit, EngineRequest
+from mstar.spec.request import Done, Emit, EngineRequest, Push
 from mstar.spec.tasks import ChatTask, GenerateTask, Task
 
 
@@ -37,6 +37,8 @@ class FakeProcessor(Processor):
         knobs = task.knobs
         if knobs.misbehave == "refuse":
             raise RequestError("no such voice", param="voice")
+        if knobs.misbehave == "prepare":
+            int("no number")
         if knobs.misbehave == "slow":
             time.sleep(0.2)
         request = EngineRequest(id=request_id, params={"count": knobs.count})
@@ -50,6 +52,9 @@ class FakeProcessor(Processor):
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         return FakeRenderer(task)
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        return super().push(stream, part["data"] if isinstance(part, dict) else part, request_id, end)
 
 
 class FakeRenderer(Renderer):

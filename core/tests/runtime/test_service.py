@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import fakes
 import numpy as np
 import pytest
-from fakes import SPEC, FakeRegistry, counting, fake_config, live
+from fakes import SPEC, FakeProcessor, FakeRegistry, FakeRenderer, counting, fake_config, live
 
 from mstar.runtime.answer import Answer
 from mstar.runtime.service import Service
-from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.processor import ArrayDelta, TextDelta
 
 
@@ -218,9 +220,41 @@ async def test_an_id_in_use_is_refused() -> None:
 async def test_a_renderer_that_fails_ends_the_request() -> None:
     async with running(model_kwargs={"window": 2}) as service:
         answer = await service.generate(counting(1000, "render"))
-        with pytest.raises(ValueError, match="cannot spell"):
+        with pytest.raises(FaultFound) as caught:
             await text(answer)
+        assert isinstance(caught.value.__cause__, ValueError)
         await nothing_runs(service)
+
+
+def _line(of: Any, code: str) -> int:
+    lines, first = inspect.getsourcelines(of)
+    return first + next(number for number, line in enumerate(lines) if code in line)
+
+
+async def test_a_fault_of_the_family_names_its_file_and_line() -> None:
+    async with running(model_kwargs={"window": 2}) as service:
+        with pytest.raises(FaultFound) as prepare:
+            await service.generate(counting(1, "prepare"))
+        answer = await service.generate(counting(9, "render"))
+        with pytest.raises(FaultFound) as render:
+            await text(answer)
+        held = await service.generate(live())
+        with pytest.raises(FaultFound) as push:
+            await held.push("in", {"no": "array"})
+        await held.aclose()
+    said = [str(caught.value) for caught in (prepare, render, push)]
+    places = [
+        _line(FakeProcessor.prepare, 'int("no number")'),
+        _line(FakeRenderer.feed, "cannot spell"),
+        _line(FakeProcessor.push, "part["),
+    ]
+    assert said[0].startswith(
+        "'fake' could not prepare a request: ValueError: invalid literal for int() with base 10: "
+    )
+    assert said[1].startswith("'fake' could not render an answer: ValueError: cannot spell (at ")
+    assert said[2].startswith("'fake' could not take what a client sent: KeyError: 'data' (at ")
+    for sentence, line in zip(said, places, strict=True):
+        assert f"(at {fakes.__file__}:{line})" in sentence
 
 
 async def test_pushes_keep_their_order_and_end_with_the_request() -> None:

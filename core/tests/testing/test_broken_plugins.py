@@ -75,6 +75,8 @@ STATIC: dict[str, dict[str, str]] = {
         "test_spec": "misspelled knobs would be ignored",
         "test_unknown_knob_is_refused": "knob 'temperaturqq' accepts 1, which is unknown",
     },
+    "other_id": {"test_abilities": "prepare() must use the request id that it is given"},
+    "fickle_graph": {"test_graph": "graph() and resources() must return the same each time they are called"},
     "bad_graph": {
         "test_graph": "unknown output port 'tokn'; did you mean 'token'?",
         "test_it_loads": "unknown output port 'tokn'",
@@ -102,7 +104,10 @@ STATIC: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def static(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    tests = "spec or licence or knob or abilities or graph or deployment or loads or nodes or tensor or checkpoint"
+    tests = (
+        "(spec or licence or knob or abilities or graph or deployment or loads or nodes or tensor or checkpoint) "
+        "and not counts and not mixed"
+    )
     models = [word for key in STATIC for word in ("--mstar-model", key)]
     return conformance(tmp_path_factory.mktemp("static"), DEFECTS, "-k", tests, *models)
 
@@ -116,14 +121,57 @@ def test_a_wrong_declaration_is_found(static: Report, key: str) -> None:
 
 # --- what shows when it runs ------------------------------------------------------------------------------------------
 
-ENDS = {"test_cancel", "test_a_failing_request_fails_alone"}
+REFUSALS: dict[str, dict[str, str]] = {
+    "unread_knob": {"test_every_knob_counts": "nothing reads 'steps': a client sets it and nothing changes"},
+    "default_too_large": {
+        "test_defaults_are_admitted": "a request with every knob at its default {'max_tokens': 300} is refused by the "
+        "model's own deployment: the request needs"
+    },
+    "default_too_long": {
+        "test_defaults_are_admitted": "more than the context of 100 tokens\n  Lower the knob's default"
+    },
+    "ignores_media": {
+        "test_what_cannot_be_served_is_refused": "a part of kind 'image' is accepted, and that can mean nothing"
+    },
+    "raises_on_bad_input": {
+        "test_what_cannot_be_served_is_refused": "an empty text makes broken_plugins.processors:Raises raise IndexError"
+    },
+    "names_no_field": {
+        "test_what_cannot_be_served_is_refused": "an empty text is refused with param None, which should name 'text'"
+    },
+    "fails_on_no_text": {
+        "test_what_cannot_be_served_is_refused": "an empty text fails inside the model (the model failed on this"
+    },
+    "never_ends": {
+        "test_every_knob_counts": "did not come to rest in 20000 steps. Does every loop end",
+        "test_what_cannot_be_served_is_refused": "did not come to rest",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    models = [word for key in REFUSALS for word in ("--mstar-model", key)]
+    return conformance(tmp_path_factory.mktemp("refusals"), DEFECTS, "-k", "admitted or counts or served", *models)
+
+
+@pytest.mark.parametrize("key", REFUSALS)
+def test_a_request_that_goes_wrong_is_found(refusals: Report, key: str) -> None:
+    assert refusals.failed(key) == REFUSALS[key].keys()
+    for test, fragment in REFUSALS[key].items():
+        assert fragment in refusals.message(test, key)
+
+
+ENDS = {"test_cancel", "test_cancel_between_chunks", "test_a_failing_request_fails_alone"}
 BATCHES = {
     "test_one_after_the_other",
     "test_batch_invariance",
     "test_late_arrivals",
     "test_chunked_prefill",
+    "test_mixed_knobs",
     "test_seeds",
 }
+REQUESTS = {"test_every_knob_counts", "test_what_cannot_be_served_is_refused"}
 
 RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
     # key → the tests that must fail, with what they say; tests that the defect may fail as well
@@ -140,7 +188,21 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
         {"test_chunked_prefill": "changed when steps may have 3 tokens, so that its prompt is cut"},
         {*ENDS, "test_late_arrivals"},
     ),
-    "ignores_seed": ({"test_seeds": "with the same seed"}, set()),
+    "mixes_phases": (
+        {"test_late_arrivals": "changed because others arrived while it ran"},
+        {*ENDS, "test_chunked_prefill"},
+    ),
+    "first_rows_knob": ({"test_mixed_knobs": "changed in a batch with requests of other knobs"}, set()),
+    "asks_for_too_little": (
+        {"test_requests_end_well": "a sample request failed"},
+        {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip"},
+    ),
+    "leaks_when_cut": (
+        {"test_cancel_between_chunks": "but something of them is left: slots held by"},
+        set(),
+    ),
+    "leaks_on_error": ({"test_a_failing_request_fails_alone": "but something of them is left"}, set()),
+    "ignores_seed": ({"test_seeds": "with the same seed"}, {"test_mixed_knobs"}),
     "swallows_errors": (
         {"test_a_failing_request_fails_alone": "_Swallowing.forward caught an exception of its own forward pass"},
         set(),
@@ -151,14 +213,20 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
             "test_close": "the worker was closed after 1 steps, but something of them is left",
             "test_cancel": "slots held by",
         },
-        {*ENDS, *BATCHES, "test_nodes_return_what_their_ports_say", "test_http_round_trip"},
+        {*ENDS, *BATCHES, *REQUESTS, "test_nodes_return_what_their_ports_say", "test_http_round_trip"},
     ),
     "crashes": (
         {"test_requests_end_well": "a sample request failed (internal_error): the model failed on this request: Zero"},
-        {*ENDS, *BATCHES, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
+        {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
     ),
     "wrong_outputs": ({"test_http_round_trip": "the answer has text, which ModelSpec.outputs does not declare"}, set()),
-    "breaks_off": ({"test_http_round_trip": "POST /generate was answered 500"}, set()),
+    "breaks_off": (
+        {
+            "test_http_round_trip": "POST /generate was answered 500",
+            "test_every_knob_counts": "its renderer raised ValueError: no more",
+        },
+        set(),
+    ),
 }
 
 
@@ -189,9 +257,9 @@ def test_bounds_that_only_the_schema_has_show_over_http(tmp_path: Path) -> None:
     [
         ("heavy", "test_imports_nothing_heavy", "importing 'broken_plugins.heavy' imports torch at "),
         ("heavy_hook", "test_imports_nothing_heavy", "calling its mstar_models imports torch at "),
-        ("undocumented", "test_every_model_is_documented", "does not name wallflower: say what each key serves"),
+        ("undocumented", "test_every_model_is_documented", "does not name wallflower, leak: say what each key serves"),
         ("typo", "test_plugin_is_used", "there is no hook 'mstar_model'; did you mean 'mstar_models'?"),
-        ("hookless", "test_plugin_is_used", "implements no hook: mark its functions with @mstar.hookimpl"),
+        ("hookless", "test_plugin_is_used", "has no mstar_… hook. To mend it: mark its functions"),
         ("absent", "test_plugin_is_used", "No module named 'broken_plugins.absent'"),
     ],
 )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from mstar.spec.knobs import Knobs, SamplingKnobs
 from mstar.testing import FamilyConformance, PluginConformance
-from mstar.testing.conformance.knob_values import bad_values, unbounded
+from mstar.testing.conformance.knob_values import bad_values, unbounded, vary
 from mstar.testing.miniatures import MINIATURES
 
 pytest_plugins = ["pytester"]
@@ -51,6 +51,16 @@ def test_all_bad_values_are_refused_by_pydantic(cls: type[Knobs]) -> None:
             cls.model_validate({bad.name: bad.value})
 
 
+@pytest.mark.parametrize("cls", [Strange, SamplingKnobs])
+def test_varied_values_are_valid_and_new(cls: type[Knobs]) -> None:
+    for name, field in cls.model_fields.items():
+        values = vary(cls, name)
+        assert values or name == "shares"
+        for value in values:
+            assert value != field.default
+            cls.model_validate({name: value})
+
+
 def test_what_nothing_bounds() -> None:
     assert [fault.split(":")[0] for fault in unbounded(Strange)] == ["'free'", "'shares'"]
 
@@ -61,7 +71,7 @@ def test_the_suite_runs_from_the_command_line_and_takes_a_checkpoint(pytester: p
     write_scale(tmp_path)
     run = ["-p", "no:asyncio", "-q", "--mstar-plugin", "broken_plugins.defects", "-k", "loads or checkpoint or Plugin"]
     model = ["--mstar-model", "no_tiny", "--mstar-weights", f"no_tiny={tmp_path}"]
-    pytester.runpytest_inprocess(*run, *model).assert_outcomes(passed=5, deselected=31)
+    pytester.runpytest_inprocess(*run, *model).assert_outcomes(passed=5, deselected=36)
     other = pytester.runpytest_inprocess(*run, "--mstar-model", "no_tini")
     other.stdout.fnmatch_lines(["*plugin 'broken_plugins.defects' has no such model; did you mean 'no_tiny'?*"])
     wrong = pytester.runpytest_inprocess(*run, "--mstar-weights", "no_tiny")

@@ -147,6 +147,22 @@ def test_unfilled_and_unused_are_both_listed_with_the_nearest_name(tmp_path: Pat
     assert "unrelated [2] in model.safetensors" in message
 
 
+def test_everything_that_does_not_match_is_told_at_once(tmp_path: Path) -> None:
+    tensors = published()
+    del tensors["norm.weight"]
+    write(tmp_path, tensors | {"unrelated": torch.zeros(2), "mlp.gate_proj.weight": torch.zeros(5, 5)})
+    with pytest.raises(WeightsError) as caught:
+        loaded(tmp_path)
+    assert str(caught.value).splitlines()[1:] == [
+        "  1 parameter(s) not filled:",
+        "    norm.weight: no tensor 'norm.weight'",
+        "  1 tensor(s) not used:",
+        "    unrelated [2] in model.safetensors",
+        "  1 tensor(s) of the wrong shape or type:",
+        "    mlp.gate_proj.weight in model.safetensors is [5, 5], expected [5, 4]",
+    ]
+
+
 def test_long_lists_are_cut_at_ten(tmp_path: Path) -> None:
     write(tmp_path, published() | {f"extra{number}": torch.zeros(1) for number in range(14)})
     with pytest.raises(WeightsError, match=r"14 tensor\(s\) not used(.|\n)*… and 4 more"):

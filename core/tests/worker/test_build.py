@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from mstar.spec.errors import SetupError
-from mstar.testing.drive import Driver
+from mstar.cluster.base import WorkerConfig
+from mstar.nn.model import Model
+from mstar.nn.node import Node, Step
+from mstar.registry import RegisteredModel
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import SetupError, WeightsError
+from mstar.spec.graph import Call, Entry, Graph, NodeSpec, Partition, Port, Seq
+from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
+from mstar.weights.names import Placement, WeightMap
 from mstar.worker import build
 
 MIB = 2**20
@@ -44,3 +56,71 @@ def test_a_pool_without_a_size_takes_its_share(monkeypatch: pytest.MonkeyPatch) 
     kv = resource.worker.resources["kv"]
     held = kv.memory.data.nbytes  # type: ignore[attr-defined]
     assert 0.9 * MIB < held <= MIB
+
+
+class Half(Node):
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(width))
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Tensor]:
+        return {"ids": ids}
+
+
+class TwoNodes(Model):
+    """Two nodes with weights of their own in one checkpoint."""
+
+    def graph(self) -> Graph:
+        ids = Port("ids", "int64", ("T",))
+        entry = Entry(inputs=(ids,), outputs=(ids,))
+        first = Call("ears", inputs={"ids": "prompt"}, outputs={"ids": "heard"})
+        second = Call("mouth", inputs={"ids": "heard"}, outputs={"ids": "said"})
+        return Graph(
+            nodes=(NodeSpec("ears", (entry,)), NodeSpec("mouth", (entry,))),
+            walks={"all": Seq(first, second)},
+            partitions=(Partition("main", ("all",)),),
+            inputs=(Port("prompt", "int64", ("T",)),),
+        )
+
+    def build(self, node: str) -> Node:
+        return Half(3 if node == "ears" else 4)
+
+    def weights(self, node: str) -> WeightMap:
+        other = "mouth" if node == "ears" else "ears"
+        return WeightMap((Placement(f"{node}.scale", "scale"),), (rf"{other}\..*",))
+
+
+def two_nodes(tensors: dict[str, Tensor], folder: Path) -> Any:
+    save_file(tensors, folder / "model.safetensors")
+    registry = miniature_registry()
+    plugin = registry.models["mini_chat"].plugin
+    spec = replace(registry.model("mini_chat"), key="two", model=f"{__name__}:TwoNodes")
+    registry.models["two"] = RegisteredModel(spec, plugin)
+    config = WorkerConfig(
+        key="two",
+        weights=str(folder),
+        deployment=merge_deployment("two", {"device": "cpu"}),
+    )
+    return build.build(config, registry, lambda phase: None)
+
+
+def test_weights_that_do_not_match_are_told_for_all_nodes_with_their_names(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as caught:
+        two_nodes({"ears.scale": torch.zeros(5), "moth.scale": torch.zeros(4)}, tmp_path)
+    assert str(caught.value).splitlines()[1:] == [
+        "  node 'ears': 1 tensor(s) not used:",
+        "    moth.scale [4] in model.safetensors",
+        "  node 'ears': 1 tensor(s) of the wrong shape or type:",
+        "    ears.scale in model.safetensors is [5], expected [3]",
+        "  node 'mouth': 1 parameter(s) not filled:",
+        "    scale: no tensor 'mouth.scale'; did you mean 'moth.scale'?",
+        "  node 'mouth': 1 tensor(s) not used:",
+        "    moth.scale [4] in model.safetensors; did you mean 'mouth.scale'?",
+    ]
+
+
+def test_every_node_gets_its_own_weights(tmp_path: Path) -> None:
+    nodes = two_nodes({"ears.scale": torch.ones(3), "mouth.scale": torch.full((4,), 2.0)}, tmp_path).nodes
+    assert (nodes["ears"].scale.tolist(), nodes["mouth"].scale.tolist()) == ([1.0] * 3, [2.0] * 4)
+    assert not nodes["mouth"].training
+    assert not nodes["mouth"].scale.requires_grad

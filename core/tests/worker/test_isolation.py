@@ -18,6 +18,9 @@ DUPLEX = miniature("mini_duplex")
 SPOKEN = Example(appends=(("audio_in", np.ones(8, dtype=np.float32)),))
 
 
+pytestmark = pytest.mark.usefixtures("loop")
+
+
 def assert_right(mini: Miniature, example: Example, got: Any) -> None:
     for stream, want in mini.expected(example).items():
         if isinstance(want, str):

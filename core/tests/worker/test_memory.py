@@ -18,6 +18,7 @@ from mstar.graph.program import Plan
 from mstar.nn.node import Node
 from mstar.registry import Registry
 from mstar.resources.base import Resource, ResourceContext
+from mstar.resources.staging import Stage
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError, SetupError
 from mstar.spec.resources import CrossKV, PagedKV, RecurrentState, ResourceSpec, Sampler
@@ -60,7 +61,7 @@ def pools(
         plan_of(declared, sessions, contexts),
         deployment,
         registry,
-        torch.device("cpu"),
+        Stage("cpu"),
         torch.float32,
         free=free,
         weights_bytes=5_000_000,
@@ -75,7 +76,7 @@ def test_sized_pools_come_first_and_the_others_share_the_rest(registry: Registry
     declared = {"a": KV, "state": STATE, "b": PagedKV(tokens=1024, max_tokens=64), "c": KV}
     made, table = pools(registry, declared, 2_000_000, {"engine": {"memory_fraction": 0.5}}, reserve=100_000)
     state, sized = made["state"].device_bytes(), made["b"].device_bytes()
-    assert (state, sized) == (9 * 4000, 1024 * TOKEN)
+    assert (state, sized) == (9 * 4000, (1024 + 16) * TOKEN)  # a page more, for the rows that pad a step
     shared = (2_000_000 - 100_000 - state - sized) * 0.5
     halves = [made[name].device_bytes() for name in "ac"]
     assert all(shared / 2 - 16 * TOKEN < half <= shared / 2 + 8 * TOKEN for half in halves)
@@ -92,8 +93,10 @@ def test_what_a_pool_leaves_of_its_share_goes_to_the_next(registry: Registry) ->
     declared = {"small": PagedKV(max_tokens=16), "large": PagedKV(max_tokens=100_000)}
     made, _ = pools(registry, declared, 400_000_000, {"engine": {"memory_fraction": 1.0}})
     small = made["small"].device_bytes()
-    assert small == 8 * 16 * TOKEN
-    assert made["large"].device_bytes() == min(8 * 100_000 * TOKEN, (400_000_000 - small) // (16 * TOKEN) * 16 * TOKEN)
+    assert small == (8 + 1) * 16 * TOKEN
+    assert made["large"].device_bytes() == min(
+        (8 * 100_000 + 16) * TOKEN, (400_000_000 - small) // (16 * TOKEN) * 16 * TOKEN
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,9 +111,27 @@ def test_the_share_by_device(device: str, given: float | None, fraction: float, 
 
     deployment = merge_deployment("fake", {"engine": {"memory_fraction": given}})
     build.memory_plan(
-        {"kv": KV}, plan_of({"kv": KV}), deployment, registry, torch.device(device), torch.bfloat16, free=1000
+        {"kv": KV}, plan_of({"kv": KV}), deployment, registry, Stage(device), torch.bfloat16, free=1000
     ).make("kv", make)
     assert [context.memory for context in seen] == [int(1000 * fraction)]
+
+
+@pytest.mark.parametrize(
+    ("device", "runner", "gib"),
+    [("cuda", None, 1.5), ("cuda:1", "graphs", 1.5), ("cuda", "eager", 0.25), ("cpu", None, 0), ("cpu", "graphs", 0)],
+)
+def test_the_reserve_for_what_comes_after_the_pools(device: str, runner: str | None, gib: float) -> None:
+    deployment = merge_deployment("fake", {"engine": {"runner": runner}})
+    assert build.reserved_bytes(deployment, torch.device(device)) == gib * 2**30
+
+
+def test_a_start_keeps_the_reserve(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(build, "reserved_bytes", lambda deployment, device: 3_000_000)
+    with caplog.at_level(logging.INFO, "mstar"):
+        driver = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)
+    assert driver.worker.resources["kv"].device_bytes() <= 250_000
+    assert re.search(r"graphs and workspace +3\.0 MB +reserved", caplog.text)
 
 
 def settings_in(message: str) -> list[dict[str, Any]]:
@@ -154,7 +175,7 @@ def merged(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         ),
         pytest.param(
             {"state": STATE, "kv": PagedKV(max_tokens=32)},
-            90_000,
+            115_000,
             {},
             {"engine", "max_concurrent_requests", "resources"},
             id="a pool of slots leaves too little",
@@ -179,10 +200,10 @@ def test_the_largest_setting_is_named(registry: Registry) -> None:
     """One step more does not fit."""
     with pytest.raises(SetupError, match=r"max_concurrent_requests: 6\b"):
         pools(registry, {"state": STATE}, 4000 * 7 + 3999, {})
-    with pytest.raises(SetupError, match=r"resources\.kv\.max_tokens: 96\b"):
+    with pytest.raises(SetupError, match=r"resources\.kv\.max_tokens: 80\b"):
         pools(registry, {"kv": KV}, TOKEN * 4 * 111, {})
     with pytest.raises(SetupError):
-        pools(registry, {"kv": KV}, TOKEN * 4 * 111, {"resources": {"kv": {"max_tokens": 97}}})
+        pools(registry, {"kv": KV}, TOKEN * 4 * 111, {"resources": {"kv": {"max_tokens": 81}}})
 
 
 def test_pools_that_share_are_told_of_one_by_one_or_all_at_once(registry: Registry) -> None:
@@ -218,7 +239,9 @@ def test_the_refusal_has_the_numbers(registry: Registry) -> None:
     with pytest.raises(SetupError) as caught:
         pools(registry, declared, 300_000, {}, reserve=50_000)
     message = str(caught.value)
-    assert re.search(r"one context of max_tokens=256 needs 16 pages of 16 tokens \(131 kB\)", message)
+    assert re.search(
+        r"one context of max_tokens=256 needs 16 pages of 16 tokens \(139 kB with the page of padding rows\)", message
+    )
     assert re.search(r"memory budget of 62 kB", message)
     assert re.search(r"weights +5\.0 MB", message)
     assert re.search(r"graphs and workspace +50 kB", message)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from mstar.engine.step import RowResult, Work
+from mstar.engine.engine import Flight
+from mstar.engine.step import Work
 from mstar.scheduler.base import Item
 from mstar.testing.drive import Driver
 from mstar.testing.miniatures import Example, miniature
+
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 @pytest.fixture
@@ -34,13 +37,13 @@ def record_items(driver: Driver) -> list[Item]:
 def record_steps(driver: Driver) -> list[tuple[str, str]]:
     """(node, request) of each row that ran."""
     engine, rows = driver.worker.engine, []
-    plain = engine.run
+    plain = engine.launch
 
-    def run(work: Sequence[Work]) -> list[RowResult | Exception]:
+    def launch(work: Sequence[Work]) -> list[Flight]:
         rows.extend((w.call.op.call.node, w.call.run.request.id) for w in work)
         return plain(work)
 
-    engine.run = run  # type: ignore[method-assign]
+    engine.launch = launch  # type: ignore[method-assign]
     return rows
 
 

@@ -14,6 +14,8 @@ from mstar.testing.drive import Driver
 from mstar.testing.miniatures import Example, Miniature, miniature
 from mstar.worker.sessions import Session, Sessions
 
+pytestmark = pytest.mark.usefixtures("loop")
+
 
 class Books:
     """Sessions on a clock of the test's own, and the names of those that were released."""

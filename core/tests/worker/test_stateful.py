@@ -33,10 +33,10 @@ class WorkerMachine(RuleBasedStateMachine):
         "scheduler": {"max_step_tokens": 7, "max_queue": 6},
     }
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(lookahead=st.booleans())
+    def start(self, lookahead: bool) -> None:
         self.mini = miniature(self.key)
-        self.driver = Driver(self.mini, REGISTRY, **self.overrides)
+        self.driver = Driver(self.mini, REGISTRY, engine={"lookahead": lookahead}, **self.overrides)
         self.doomed: set[str] = set()
         doom(self.driver, self.doomed)
         self.asked: dict[str, Example] = {}

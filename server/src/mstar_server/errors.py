@@ -21,7 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mstar.spec.errors import RequestError, nearest
+from mstar.spec.errors import MstarError, RequestError, nearest
+from mstar.spec.origin import describe
 
 __all__ = [
     "ClientGone",
@@ -51,12 +52,14 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
-def as_request_error(error: BaseException) -> RequestError:
-    """*error* as something that a client may read. A bug is logged here, once, under the id that the answer names."""
+def as_request_error(error: BaseException, target: str = "") -> RequestError:
+    """*error* as something that a client may read. A bug is logged here, once, under the id that the answer names, with
+    its place in the code that *target* names."""
     if isinstance(error, RequestError):
         return error
     incident = uuid.uuid4().hex
-    log.error("unhandled error, id %s", incident, exc_info=error)
+    said = str(error) if isinstance(error, MstarError) else describe(error, (target,) if target else ())
+    log.error("unhandled error, id %s: %s", incident, said, exc_info=error)
     return RequestError(
         f"internal error; the server's log has the cause under id {incident}",
         code="internal_error",
@@ -198,4 +201,5 @@ class ErrorMiddleware:
         except Exception as error:
             if started:
                 raise
-            await error_response(as_request_error(error))(scope, receive, send)
+            route = getattr(scope.get("endpoint"), "__module__", "")  # perhaps a plugin's
+            await error_response(as_request_error(error, route))(scope, receive, send)

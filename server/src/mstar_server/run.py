@@ -97,7 +97,8 @@ async def _start_all(services: Mapping[str, Service]) -> None:
             for service in services.values():
                 group.create_task(service.start())
     except* SetupError as errors:
-        raise SetupError("\n".join(str(error) for error in _leaves(errors))) from None
+        first, *others = _leaves(errors)
+        raise SetupError("\n".join(map(str, (first, *others)))) if others else first from None
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -12,13 +12,14 @@ from mstar.cli.commands import Command, Commands, Context, Parser
 from mstar.cli.output import fault, note, table
 from mstar.plugins import Plugins, load_plugins
 from mstar.settings import Settings
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import FaultFound, PluginError, SetupError
 
 __all__ = ["Command", "Commands", "Context", "main", "run"]
 
 
 def main() -> None:
-    """The console script. Exit status: 0, 2 when the operator must change something, 130 when interrupted."""
+    """The console script. Exit status: 0; 1 when a fault was found in a model, its deployment or its code; 2 when
+    the command cannot be carried out as it was typed; 130 when interrupted."""
     sys.exit(run(sys.argv[1:], os.environ))
 
 
@@ -29,9 +30,14 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
         return _run(list(words), environ)
     except SetupError as error:
         fault(str(error), colour="NO_COLOR" not in environ)
-        return 2
+        return 1 if isinstance(error, FaultFound) or _is_broken_plugin(error) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def _is_broken_plugin(error: SetupError) -> bool:
+    """Whether *error* is about a plugin that failed, and not about one that is left out or not there."""
+    return isinstance(error, PluginError) and error.__cause__ is not None
 
 
 def _run(words: list[str], environ: Mapping[str, str]) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
-from mstar.cli.output import bytes_in_words, fault, print_json, table
+from mstar.cli.output import bytes_in_words, fault, note, print_json, table
 from mstar.spec.errors import SetupError
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def _facts(checked: Checked) -> dict[str, Any]:
     return {
         "key": checked.spec.key,
         "ok": not checked.faults,
+        "complete": checked.complete,
         "faults": [asdict(found) for found in checked.faults],
+        "remarks": checked.remarks,
         "weights_folder": None if checked.weights is None else str(checked.weights),
         "device": None if checked.device is None else str(checked.device),
         "dtype": None if checked.dtype is None else str(checked.dtype).removeprefix("torch."),
@@ -66,7 +68,7 @@ def _facts(checked: Checked) -> dict[str, Any]:
 
 def _print(checked: Checked) -> None:
     facts = _facts(checked)
-    print(f"{facts['key']} on {facts['device']} in {facts['dtype']}")
+    print(f"{facts['key']} on {facts['device']} in {facts['dtype']}" if checked.dtype is not None else facts["key"])
     if checked.nodes:
         rows = [(n.name, n.module, f"{n.parameters:,}", bytes_in_words(n.bytes)) for n in checked.nodes]
         print("\n" + table(("NODE", "MODULE", "PARAMETERS", "SIZE"), rows))
@@ -74,8 +76,11 @@ def _print(checked: Checked) -> None:
         lines = [(p.name, p.kind, str(p.units), bytes_in_words(p.bytes), str(p.owners)) for p in checked.pools]
         print("\n" + table(("POOL", "KIND", "UNITS", "SIZE", "CONTEXTS"), lines))
     _print_limits(checked)
+    for remark in checked.remarks:
+        note(f"\n{remark}")
     if checked.faults:
-        fault(f"\n{len(checked.faults)} fault(s):\n" + "\n".join(f"  {found}" for found in checked.faults))
+        more = "" if checked.complete else "\nFurther checks follow once these are mended."
+        fault(f"\n{len(checked.faults)} fault(s):\n" + "\n".join(f"  {found}" for found in checked.faults) + more)
     else:
         total = sum(node.bytes for node in checked.nodes) + sum(pool.bytes for pool in checked.pools)
         print(f"\nok: weights and pools take {bytes_in_words(total)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,17 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     elif arguments.svg is None:
         _print(facts)
     if checked.faults:
-        note(f"{len(checked.faults)} fault(s): `mstar check {spec.key}` lists them")
-    return 0
+        fault(f"{len(checked.faults)} fault(s): `{_check_command(arguments)}` lists them")
+    return 1 if checked.faults else 0
+
+
+def _check_command(arguments: argparse.Namespace) -> str:
+    """What to type to check just what was drawn."""
+    words = ["mstar", "check", arguments.key]
+    for option in ("config", "weights"):
+        value = getattr(arguments, option)
+        words += [f"--{option}", str(value)] if value is not None else []
+    return shlex.join(words)
 
 
 def _draw(facts: dict[str, Any], file: Path) -> None:

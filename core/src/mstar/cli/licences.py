@@ -74,10 +74,10 @@ def _show(arguments: argparse.Namespace, context: Context) -> int:
 def _accept(key: str, context: Context) -> None:
     spec, plugin = context.registry.models[key]
     if spec.licence.permissive:
-        note(f"the weights of {key!r} are permissive ({spec.licence.name}): nothing to accept")
+        note(f"the licence of {key!r} is permissive ({spec.licence.name}): there is nothing to accept")
         return
     accept(spec, plugin.name, plugin.version, context.settings)
-    note(f"Accepted for {key!r}: {terms_of(spec)}.")
+    note(f"You have accepted the terms of the weights of {key!r}: {terms_of(spec)}.")
 
 
 def _facts(key: str, context: Context) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import argparse
 import mimetypes
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,9 +261,28 @@ def _facts(key: str, result: Result, files: list[dict[str, str]], clock: _Clock)
 
 
 def _speed(result: Result, clock: _Clock) -> str:
-    made: Mapping[str, int] = result.usage.output
-    counts = ", ".join(f"{count} {name}" for name, count in made.items()) or "done"
-    tokens = made.get("tokens", 0)
+    tokens = int(result.usage.output.get("tokens", 0))
+    counts = ", ".join([*([_count(tokens, "token")] if tokens else []), *_amounts(result)]) or "done"
     rate = f" ({tokens / clock.end:.1f} tokens/s)" if tokens and clock.end else ""
     first = "" if clock.first is None else f", the first after {clock.first:.2f} s"
     return f"{counts} in {clock.end:.2f} s{rate}{first}; finish reason: {result.finish_reason}"
+
+
+def _amounts(result: Result) -> Iterable[str]:
+    """How much there is of everything but text, stream by stream, with its unit."""
+    from mstar.spec.processor import ArrayDelta, AudioDelta, FramesDelta
+
+    for stream, deltas in result.outputs.items():
+        audio = [delta for delta in deltas if isinstance(delta, AudioDelta)]
+        frames = [delta for delta in deltas if isinstance(delta, FramesDelta)]
+        arrays = [delta for delta in deltas if isinstance(delta, ArrayDelta)]
+        if audio:
+            yield f"{sum(len(delta.samples) / delta.rate for delta in audio):.2f} s of {stream}"
+        if frames:
+            yield _count(sum(len(d.frames) for d in frames), "image" if frames[0].fps is None else "frame")
+        if arrays:
+            yield _count(len(arrays), f"{stream} array")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

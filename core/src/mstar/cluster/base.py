@@ -30,16 +30,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that a worker process needs to build its model: plain data, which travels as JSON.
 
     :param weights: resolved local folder, or ``None`` for a model without weights.
+    :param places: where keys of the deployment stand (``"file.yaml:3"``), for what is said about them.
     :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.
     :param extra_plugins: names of modules to register beside the installed plugins.
+    :param trace_plugins: print every hook call on standard error.
     """
 
     key: str
     weights: str | None
     deployment: Deployment
+    places: Mapping[str, str] = {}
     plugins: tuple[str, ...] | None = None
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
+    trace_plugins: bool = False
 
 
 class Executor(abc.ABC):

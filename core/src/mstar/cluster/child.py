@@ -20,7 +20,7 @@ from mstar.cluster.shm import Arena
 from mstar.cluster.transport import Codec, Command, PhaseReport, Report, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
 from mstar.registry import load_object
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Cancel, Emit, Failed
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def build_registry(config: WorkerConfig) -> Registry:
         plugins=config.plugins,
         block_plugins=config.block_plugins,
         extra_plugins=config.extra_plugins,
+        trace_plugins=config.trace_plugins,
     )
     return Registry(load_plugins(settings))
 
@@ -85,7 +86,7 @@ def _work(start: Start, channel: _SocketChannel, pulse: Pulse) -> int:
         worker.close()
         return 0
     except SetupError as error:
-        channel.say_goodbye(WorkerFailed(message=str(error), setup=True))
+        channel.say_goodbye(WorkerFailed(message=str(error), setup=not isinstance(error, FaultFound)))
     except Exception as error:
         did = "died" if worker is not None else "could not be built"
         _log.exception("the worker of %r %s", key, did)

@@ -13,7 +13,7 @@ from mstar.cluster.single import SingleWorkerExecutor
 from mstar.cluster.transport import Command, PhaseReport, Report, Stop, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
 from mstar.registry import load_object
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import FaultFound, SetupError
 
 __all__ = ["InlineExecutor"]
 
@@ -63,7 +63,7 @@ class InlineExecutor(SingleWorkerExecutor):
         try:
             worker: Steppable = load_object(self.worker_factory)(self.config, self.registry, channel.report_phase)
         except SetupError as error:
-            channel.send([WorkerFailed(message=str(error), setup=True)])
+            channel.send([WorkerFailed(message=str(error), setup=not isinstance(error, FaultFound))])
             return
         except Exception as error:
             _log.exception("the worker of %r could not be built", key)
@@ -76,7 +76,13 @@ class InlineExecutor(SingleWorkerExecutor):
             _log.exception("the worker of %r died", key)
             channel.send([WorkerFailed(message=f"the worker of {key!r} died: {_sentence(error)}")])
         finally:
+            self._close(worker)
+
+    def _close(self, worker: Steppable) -> None:
+        try:
             worker.close()
+        except Exception:  # of a device that is lost, say: what ended the worker has been told
+            _log.exception("the worker of %r could not be closed", self.config.key)
 
 
 def _sentence(error: Exception) -> str:

@@ -24,7 +24,7 @@ from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.launch import Child, launch
 from mstar.cluster.single import SingleWorkerExecutor
 from mstar.cluster.transport import Command, WorkerFailed
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Event
 
 __all__ = ["ProcessesExecutor"]
@@ -122,7 +122,7 @@ class ProcessesExecutor(SingleWorkerExecutor):
             if not ready.done():
                 cause = await child.reap(0.0)
                 message = self._last_words or f"the worker of {self.config.key!r} ended while starting: {cause}"
-                ready.set_exception(SetupError(message))
+                ready.set_exception(FaultFound(message))
             ready.result()
         except BaseException:
             self._child = None

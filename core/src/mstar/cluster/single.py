@@ -10,7 +10,7 @@ from typing import Any
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.cluster.transport import Ack, AskStatus, Command, PhaseReport, Report, StatusReport, WorkerFailed
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 
 __all__ = ["SingleWorkerExecutor"]
@@ -131,7 +131,7 @@ class SingleWorkerExecutor(Executor):
     def _on_failure(self, report: WorkerFailed) -> None:
         """The worker is ending. Here: tell a waiting :meth:`start`."""
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(SetupError(report.message))
+            self._ready.set_exception((SetupError if report.setup else FaultFound)(report.message))
 
     def _set_phase(self, phase: Phase) -> None:
         if phase.name == "ready" and self._ready is not None and not self._ready.done():

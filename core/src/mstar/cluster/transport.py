@@ -73,7 +73,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_fiel
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """The worker is ending because of an error. *setup*: one that the operator can mend, told in *message*."""
+    """The worker is ending because of an error. *setup*: one that the operator can mend, told in *message*; else a
+    fault of the model (:class:`~mstar.spec.errors.FaultFound`)."""
 
     message: str
     setup: bool = False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from mstar.engine.step import Work
 from mstar.nn.node import Node, Step
+from mstar.resources.staging import Lane
 from mstar.spec.deployment import EngineOptions
+from mstar.spec.graph import Entry
 
 __all__ = ["Runner"]
 
@@ -22,7 +25,28 @@ class Runner(abc.ABC):
         self.options = options
 
     def prepare(self, nodes: Mapping[str, Node]) -> None:
-        """Called once, when all nodes are loaded and before the first request: compile, capture, report progress."""
+        """Called once, when all nodes are loaded and before the first request: compile."""
+
+    def sizes(self, rows: int) -> Sequence[int]:
+        """The sizes for which steps of up to *rows* rows, one item each, are to be captured before the first
+        request."""
+        return ()
+
+    def lane(self, work: Sequence[Work], variants: Mapping[str, Hashable]) -> Lane | None:
+        """Where to plan a step of *work* if a captured graph is to run it, else ``None``. *variants*: what the entry's
+        resources answered to :meth:`mstar.resources.base.Resource.variant`, by name."""
+        return None
+
+    def prepared(self, node: str, entry: Entry, rows: int, variants: Mapping[str, Hashable]) -> Lane | None:
+        """The lane of a step that is to be captured before it is asked for; ``None`` if its shapes are not known."""
+        return None
+
+    def give_up(self, lane: Lane, reason: str) -> None:
+        """*lane*'s step could not be captured."""
+
+    def status(self) -> dict[str, Any]:
+        """Figures for the operator."""
+        return {}
 
     @abc.abstractmethod
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,33 +1,61 @@
-"""One step: plan → forward → commit, and what happens when it fails.
+"""One step: plan → forward → commit, then, when the device is done, land; and what happens when it fails.
 
 ``collect`` is the scheduler's; this is the rest of design §6. A step either commits for all of its rows or is rolled
-back for all of them. A failed step of several rows is run again in halves until the rows that fail are alone (promise
-P7): resources are pure until commit, so the others get exactly the result that they would have had.
+back for all of them. A step of several rows whose launch fails is run again in halves until the rows that fail are
+alone (promise P7): resources are pure until commit, so the others get exactly the result that they would have had.
+
+*Launch and land.* :meth:`Engine.launch` returns when the device has been told what to do: the step is committed, its
+outputs are tensors that later steps may use, and the host knows none of their values. :meth:`Engine.land` waits for
+them. The worker may launch the next step in between (look-ahead).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 
 from mstar.engine.base import Runner
-from mstar.engine.step import RowResult, Work, gather, make_step, split
+from mstar.engine.device import raise_if_lost
+from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
+from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
+from mstar.resources.staging import Lane, Stage
 from mstar.spec.errors import RequestError
+from mstar.spec.graph import Entry, NodeSpec
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Flight"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched, and has landed once its results were asked for.
+
+    :param rows: for each of the resources in *used*, the rows of the step. :param began: monotonic seconds.
+    :param failure: what its launch raised; it then has one call and nothing else.
+    """
+
+    work: Sequence[Work]
+    used: Sequence[Resource]
+    rows: Sequence[Sequence[Row]]
+    began: float
+    outcome: Outcome | None = None
+    failure: Exception | None = None
 
 
 class Engine:
     """Runs steps of one model's nodes on one device.
 
     :param owner: gives the owner of a call's state in one resource: ``(request id, context)`` or a session's.
+    :param stage: the one that *resources* were built with.
     :param on_step: told of each step that ran: node, entry, rows, items, seconds.
     """
 
@@ -37,62 +65,223 @@ class Engine:
         resources: Mapping[str, Resource],
         runner: Runner,
         owner: Callable[[Work, str], Owner],
+        stage: Stage,
         device: torch.device,
         dtype: torch.dtype,
         on_step: Callable[[str, str, int, int, float], None] | None = None,
     ):
-        self.nodes, self.resources, self.runner = nodes, resources, runner
+        self.nodes, self.resources, self.runner, self.stage = nodes, resources, runner, stage
         self.device, self.dtype = device, dtype
         self._owner, self._on_step = owner, on_step
         self.steps = 0
 
-    def run(self, work: Sequence[Work]) -> list[RowResult | Exception]:
-        """One result per call, in order: what it computed, or why it failed."""
+    # --- launch -------------------------------------------------------------------------------------------------------
+    def launch(self, work: Sequence[Work]) -> list[Flight]:
+        """Start a step; several if a failure made it be repeated in parts. Every call is in one of them.
+
+        :raises DeviceLost: nothing more can be computed here.
+        """
         try:
-            return list(self._step(work))
+            return [self._launch(work)]
         except Exception as error:
+            raise_if_lost(error)
             failure = error
         if len(work) == 1:
             trace = None if isinstance(failure, RequestError) else failure
             log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=trace)
-            return [failure]
+            return [Flight(work, (), (), time.perf_counter(), failure=failure)]
         log.warning("a step of %d requests failed (%s); running it in halves", len(work), failure)
         middle = len(work) // 2
-        return [*self.run(work[:middle]), *self.run(work[middle:])]
+        return [*self.launch(work[:middle]), *self.launch(work[middle:])]
 
-    def _step(self, work: Sequence[Work]) -> list[RowResult]:
+    def _launch(self, work: Sequence[Work]) -> Flight:
         began = time.perf_counter()
         op = work[0].call.op
-        entry = op.entry
+        entry, node = op.entry, op.call.node
         used = [self.resources[name] for name in entry.resources]
         rows = [self._rows(work, resource.name) for resource in used]
-        planned = 0
+        lane = self._lane(work, used, rows)
         try:
             with torch.inference_mode():
-                views = {}
-                for resource, mine in zip(used, rows, strict=True):
-                    planned += 1
-                    views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
-                step = make_step(work, views, self.device, self.dtype)
-                inputs = gather(entry, op, work, self.device, self.dtype)
-                outputs = self.runner.run(self.nodes[op.call.node], entry.name, step, inputs)
-                results = split(entry, work, outputs)
+                outputs = self._captured(node, entry, op, work, used, rows, lane) if lane is not None else None
+                if outputs is None:
+                    outputs = self._forward(node, entry, op, work, used, rows, None)
+                outcome = split(entry, work, outputs)
                 for resource, mine in zip(used, rows, strict=True):
                     resource.commit(mine, resource.name in entry.frozen)
         except Exception:
-            for resource, mine in zip(used[:planned], rows, strict=False):
-                resource.rollback(mine, resource.name in entry.frozen)
+            _rollback(entry, used, rows)
             for w in work:
                 _trim_partial(w)
             raise
         self.steps += 1
-        if self._on_step is not None:
-            tokens = sum(w.tokens for w in work)
-            self._on_step(op.call.node, entry.name, len(work), tokens, time.perf_counter() - began)
-        return results
+        return Flight(work, used, rows, began, outcome)
+
+    def _forward(
+        self,
+        node: str,
+        entry: Entry,
+        op: CallOp | None,
+        work: Sequence[Work],
+        used: Sequence[Resource],
+        rows: Sequence[Sequence[Row]],
+        lane: Lane | None,
+    ) -> Mapping[str, Any]:
+        """Plan a step and run its node."""
+        stage = self.stage
+        stage.begin(lane)
+        views = {}
+        for resource, mine in zip(used, rows, strict=True):
+            views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
+        step = make_step(work, views, stage, self.device, self.dtype)
+        stage.send()
+        if op is None:
+            inputs: Mapping[str, Any] = blank_inputs(entry, step.rows, self.device, self.dtype)
+        else:
+            inputs = gather(entry, op, work, self.device, self.dtype)
+        return self.runner.run(self.nodes[node], entry.name, step, inputs)
+
+    def _captured(
+        self,
+        node: str,
+        entry: Entry,
+        op: CallOp | None,
+        work: Sequence[Work],
+        used: Sequence[Resource],
+        rows: Sequence[Sequence[Row]],
+        lane: Lane,
+    ) -> Mapping[str, Any] | None:
+        """Run a step on *lane*, whose graph is captured first if it is new; ``None`` if that cannot be done."""
+        if lane.graph is not None:
+            return self._forward(node, entry, op, work, used, rows, lane)
+        try:
+            trial = Lane(lane.rows, self.device, lane.variants, trial=True)
+            self._forward(node, entry, op, work, used, rows, trial)
+            _rollback(entry, used, rows)
+            return self._forward(node, entry, op, work, used, rows, lane)
+        except Exception as error:
+            log.debug("capturing a step of %s.%s failed", node, entry.name, exc_info=error)
+            self.runner.give_up(lane, f"{type(error).__name__}: {error}".splitlines()[0])
+            _rollback(entry, used, rows)
+            return None
+
+    def _lane(self, work: Sequence[Work], used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> Lane | None:
+        """Where a captured graph for this step reads, if the runner has or wants one."""
+        variants: dict[str, Hashable] = {}
+        frozen = work[0].call.op.entry.frozen
+        for resource, mine in zip(used, rows, strict=True):
+            variant = resource.variant(mine, resource.name in frozen)
+            if variant is None:
+                return None
+            variants[resource.name] = variant
+        return self.runner.lane(work, variants)
+
+    # --- before the first request -------------------------------------------------------------------------------------
+    def prepare(self, plan: Plan, rows: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the steps that can be foreseen: one item a row, in a loop. *rows*: the most rows of a step.
+
+        :param on_progress: told how many of how many are done.
+        """
+        self.runner.prepare(self.nodes)
+        sizes = self.runner.sizes(rows)
+        todo = [
+            (node.name, entry, size, variants)
+            for node, entry in _looped(plan)
+            for size in sizes
+            for variants in self._variants(entry)
+            if node.max_rows is None or size <= node.max_rows or size == sizes[-1]
+        ]
+        for done, (node_name, entry, size, variants) in enumerate(todo):
+            on_progress(done, len(todo))
+            lane = self.runner.prepared(node_name, entry, size, variants)
+            if lane is not None:
+                used = [self.resources[name] for name in entry.resources]
+                with torch.inference_mode():
+                    self._captured(node_name, entry, None, (), used, [()] * len(used), lane)
+                    _rollback(entry, used, [()] * len(used))
+
+    def _variants(self, entry: Entry) -> Iterator[dict[str, Hashable]]:
+        used = [self.resources[name] for name in entry.resources]
+        if all(resource.capturable for resource in used):
+            for choice in product(*(resource.variants for resource in used)):
+                yield dict(zip(entry.resources, choice, strict=True))
 
     def _rows(self, work: Sequence[Work], resource: str) -> list[Row]:
         return [Row(self._owner(w, resource), w.tokens, w.complete, _ids(w)) for w in work]
+
+    # --- land ---------------------------------------------------------------------------------------------------------
+    def land(self, flight: Flight) -> list[RowResult | Exception]:
+        """Wait until *flight* is done. One result per call, in order: what it computed, or why it failed.
+
+        :raises DeviceLost: nothing more can be computed here.
+        """
+        if flight.failure is not None:
+            return [flight.failure]
+        try:
+            return self._read(flight)
+        except Exception as error:
+            raise_if_lost(error)
+            raise
+
+    def _read(self, flight: Flight) -> list[RowResult | Exception]:
+        outcome = flight.outcome
+        assert outcome is not None
+        results: list[RowResult | Exception] = list(outcome.results)
+        for late in outcome.ids:
+            for i, token in enumerate(late.values()):
+                if token < 0:
+                    results[i] = _not_finite()
+        for report in outcome.reports:
+            for result, row in zip(outcome.results, report(), strict=True):
+                result.logprobs = None if row is None else [row]
+        if self._on_step is not None:
+            call, entry = flight.work[0].call.op.call, flight.work[0].call.op.entry
+            tokens, seconds = sum(w.tokens for w in flight.work), time.perf_counter() - flight.began
+            self._on_step(call.node, entry.name, len(flight.work), tokens, seconds)
+        return results
+
+    def learn(self, flight: Flight, index: int) -> None:
+        """Tell the resources the ids of the tokens that the *index*-th call of *flight* read, if the host knows them
+        now and did not at the launch."""
+        ids = _ids(flight.work[index])
+        if ids is None:
+            return
+        for resource, rows in zip(flight.used, flight.rows, strict=True):
+            row = rows[index]
+            if row.ids is None:
+                row.ids = ids
+                resource.learn(row.owner, ids)
+
+    def retract(self, flight: Flight, index: int) -> None:
+        """Undo what the *index*-th call of *flight* committed: it should not have run."""
+        frozen = flight.work[index].call.op.entry.frozen
+        for resource, rows in zip(flight.used, flight.rows, strict=True):
+            if resource.name not in frozen:
+                resource.retract(rows[index])
+
+
+def _looped(plan: Plan) -> list[tuple[NodeSpec, Entry]]:
+    """The entries that loops call with one item a row."""
+    found = {}
+    for program in plan.programs.values():
+        for op in program:
+            if isinstance(op, CallOp) and op.loops and op.primary == op.entry.chunk:
+                found[op.group] = (plan.graph.node(op.call.node), op.entry)
+    return list(found.values())
+
+
+def _rollback(entry: Entry, used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> None:
+    for resource, mine in zip(used, rows, strict=True):
+        resource.rollback(mine, resource.name in entry.frozen)
+
+
+def _not_finite() -> RequestError:
+    return RequestError(
+        "the model computed values that are no numbers (NaN or infinity) for this request",
+        code="numerical_error",
+        status=500,
+        type="server_error",
+    )
 
 
 def _ids(w: Work) -> Sequence[int] | None:

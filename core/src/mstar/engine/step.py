@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +14,10 @@ from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun
 from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
-from mstar.spec.errors import RequestError
+from mstar.resources.staging import Late, Stage, to_device
 from mstar.spec.graph import Entry, Port
 
-__all__ = ["NodeFault", "RowResult", "Work", "gather", "make_step", "split"]
+__all__ = ["NodeFault", "Outcome", "RowResult", "Work", "gather", "make_step", "split"]
 
 
 class NodeFault(RuntimeError):
@@ -36,29 +37,52 @@ class Work:
 @dataclass(slots=True)
 class RowResult:
     """What a step gave one call: outputs by port (``None`` for a chunk that is not the last), log-probabilities if the
-    request asked for them."""
+    request asked for them, known when the step has landed."""
 
     outputs: dict[str, Ref] | None
     logprobs: list[Any] | None = None
 
 
-def make_step(work: Sequence[Work], views: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Step:
+@dataclass(slots=True)
+class Outcome:
+    """What a launched step will bring to the host.
+
+    :param ids: sampled tokens, of which a negative one marks a row that failed.
+    :param reports: read log-probabilities.
+    """
+
+    results: list[RowResult]
+    ids: list[Late] = field(default_factory=list)
+    reports: list[Callable[[], Sequence[Any]]] = field(default_factory=list)
+
+
+def make_step(
+    work: Sequence[Work], views: Mapping[str, Any], stage: Stage, device: torch.device, dtype: torch.dtype
+) -> Step:
     lengths = [w.tokens for w in work]
-    if len(lengths) == sum(lengths) and min(lengths) == 1:  # decode: one item a row
-        offsets = torch.arange(len(lengths) + 1, device=device)
-        last = offsets[:-1]
-    else:
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(torch.tensor(lengths), 0, out=offsets[1:])
-        offsets = offsets.to(device)
-        last = offsets[1:] - 1
-    return Step(lengths, offsets, last, [w.complete for w in work], views, device, dtype)
+    padding = stage.rows(len(work)) - len(work)
+    complete = [w.complete for w in work]
+    if padding:
+        lengths, complete = lengths + [1] * padding, complete + [True] * padding
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    offsets = stage.put("step.offsets", ends)
+    last = offsets[:-1] if len(lengths) == ends[-1] and min(lengths) == 1 else stage.put("step.last", ends[1:] - 1)
+    return Step(lengths, offsets, last, complete, views, device, dtype, stage.lane)
 
 
 def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The node's keyword arguments: one tensor (or list, or :class:`Packed`) per input port."""
     primary = next((p for p in entry.inputs if p.name == op.primary), None)
     return {port.name: _gather_port(port, primary, entry, work, device, dtype) for port in entry.inputs}
+
+
+def blank_inputs(entry: Entry, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Zeros for an entry whose rows have one item each, all of known shape."""
+    inputs = {}
+    for port in entry.inputs:
+        shape = port.shape[1:] if port.layout == "packed" else port.shape
+        inputs[port.name] = torch.zeros((rows, *shape), dtype=torch_dtype(port.dtype, dtype), device=device)  # type: ignore[arg-type]
+    return inputs
 
 
 def _gather_port(
@@ -71,7 +95,7 @@ def _gather_port(
             raise NodeFault(f"port {port.name!r} is given by some rows of a step and left out by others")
         return None
     if not isinstance(values[0], Ref):
-        return torch.tensor(values, dtype=torch_dtype(port.dtype, dtype), device=device)
+        return to_device(values, device, torch_dtype(port.dtype, dtype))
     if port.layout == "stacked":
         return _cast(gather_stacked(values), port, dtype)
     if port.layout == "list":
@@ -88,53 +112,61 @@ def _cast(tensor: Tensor, port: Port, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == wanted else tensor.to(wanted)
 
 
-def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> list[RowResult]:
-    """One result per row. Ports that the host needs are brought there with one transfer each."""
+def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> Outcome:
+    """One result per row. Ports that the host needs are sent there with one transfer each."""
     results = [RowResult({} if w.complete else None) for w in work]
+    outcome = Outcome(results)
     hosted = set().union(*(w.call.op.host for w in work))
     for port in entry.outputs:
         if port.name not in outputs:
             raise NodeFault(f"the node returned no {port.name!r}; it returned {sorted(outputs)}")
         value = outputs[port.name]
-        if isinstance(value, Sampled):
-            if value.logprobs is not None:
-                for result, row in zip(results, value.logprobs, strict=True):
-                    result.logprobs = None if row is None else [row]
+        sampled = isinstance(value, Sampled)
+        if sampled:
+            report = value.report and value.report()
+            if report is not None:
+                outcome.reports.append(report)
             value = value.ids
-            if min(value.tolist()) < 0:
-                raise RequestError(
-                    "the model computed values that are no numbers (NaN or infinity) for this request",
-                    code="numerical_error",
-                    status=500,
-                    type="server_error",
-                )
-        _split_port(port, work, value, results, port.name in hosted)
-    return results
+        late = _split_port(port, work, value, results, sampled or port.name in hosted)
+        if sampled and late is not None:
+            outcome.ids.append(late)
+    return outcome
 
 
-def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowResult], hosted: bool) -> None:
+def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowResult], hosted: bool) -> Late | None:
     name = port.name
     if port.layout == "list":
         _expect(len(value), len(work), port)
         for result, tensor in zip(results, value, strict=True):
             if result.outputs is not None:
-                result.outputs[name] = Ref.whole(tensor)
-    elif port.layout == "stacked":
-        _expect(value.shape[0], len(work), port)
-        host = value.tolist() if hosted and value.ndim == 1 else None
+                result.outputs[name] = Ref(
+                    tensor, 0, tensor.shape[0] if tensor.ndim else 1, late=Late(tensor) if hosted else None
+                )
+        return None
+    data, lengths = (value.data, value.lengths) if isinstance(value, Packed) else (value, [w.tokens for w in work])
+    late = Late(data) if hosted else None
+    if port.layout == "stacked":
+        _expect(data.shape[0], len(work), port)
         for i, result in enumerate(results):
             if result.outputs is not None:
-                result.outputs[name] = Ref(value, i, i + 1, row=True, host=None if host is None else host[i])
+                result.outputs[name] = Ref(data, i, i + 1, row=True, late=late)
     else:
-        _split_packed(port, work, value, results)
+        _split_packed(port, work, data, lengths, results, late)
+    return late
 
 
-def _split_packed(port: Port, work: Sequence[Work], value: Any, results: list[RowResult]) -> None:
-    data, lengths = (value.data, value.lengths) if isinstance(value, Packed) else (value, [w.tokens for w in work])
+def _split_packed(
+    port: Port,
+    work: Sequence[Work],
+    data: Tensor,
+    lengths: Sequence[int],
+    results: list[RowResult],
+    late: Late | None,
+) -> None:
     _expect(data.shape[0], sum(lengths), port)
     start = 0
     for w, length, result in zip(work, lengths, results, strict=True):
-        ref = Ref(data, start, start + length)
+        ref = Ref(data, start, start + length, late=late)
         start += length
         partial = w.call.partial
         if result.outputs is None:

@@ -2,6 +2,11 @@
 
 The worker calls :meth:`RequestRun.start`, takes :attr:`RequestRun.ready`, runs those calls in whatever batches it
 likes, and hands each result to :meth:`RequestRun.complete`; new ready calls appear until :attr:`RequestRun.finished`.
+
+*Look-ahead.* While a call still runs, :meth:`RequestRun.foresee` gives the one that will follow unless a loop ends; it
+may be launched at once. When the first call's result is complete, the walk goes on as ever, and where it comes to the
+foreseen call takes that instead of making one; if it comes to something else, the foreseen call is in
+:attr:`RequestRun.void` and must leave no trace.
 """
 
 from __future__ import annotations
@@ -30,15 +35,16 @@ class CallRun:
     """One call of one request that is ready to run, or partly run.
 
     :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
-        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
+        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them. :param handle: the worker's.
     """
 
-    __slots__ = ("chunks", "done", "inputs", "length", "op", "partial", "partition", "run")
+    __slots__ = ("chunks", "done", "handle", "inputs", "length", "op", "partial", "partition", "run")
 
     def __init__(self, run: RequestRun, partition: _Partition, op: CallOp, inputs: dict[str, Any], length: int):
         self.run, self.partition, self.op, self.inputs, self.length = run, partition, op, inputs, length
         self.done = self.chunks = 0
         self.partial: dict[str, list[Tensor]] | None = None
+        self.handle: Any = None
 
     @property
     def remaining(self) -> int:
@@ -60,9 +66,21 @@ class CallRun:
 
 
 class _Partition:
-    """A route in progress: the current walk's program, its loop counters and joins."""
+    """A route in progress: the current walk's program, its loop counters and joins. *ahead*: a foreseen call."""
 
-    __slots__ = ("finished", "joins", "loops", "name", "program", "reason", "route", "signals", "walk", "walks")
+    __slots__ = (
+        "ahead",
+        "finished",
+        "joins",
+        "loops",
+        "name",
+        "program",
+        "reason",
+        "route",
+        "signals",
+        "walk",
+        "walks",
+    )
 
     def __init__(self, name: str, walks: tuple[str, ...], route: Route):
         self.name, self.walks, self.route = name, walks, route
@@ -73,6 +91,7 @@ class _Partition:
         self.signals: tuple[str, ...] = ()
         self.reason = "done"
         self.finished = False
+        self.ahead: CallRun | None = None
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[str | int, ...]) -> bool:
@@ -101,6 +120,7 @@ class RequestRun:
         self._emit = emit
         graph = plan.graph
         self.ready: list[CallRun] = []
+        self.void: list[CallRun] = []
         self._blocked: list[tuple[_Partition, CallOp]] = []
         self.values: dict[str, Ref] = {}
         self.inner = {s.name: InnerStream(s) for s in graph.streams if s.target != CLIENT}
@@ -196,6 +216,9 @@ class RequestRun:
         for port, name in spec.emit.items():
             changed |= self._write(name, outputs[port], logprobs)
         self._advance(call.partition, call.op.next)
+        if call.partition.ahead is not None:
+            self.void.append(call.partition.ahead)
+            call.partition.ahead = None
         if changed:
             self._poke()
 
@@ -273,6 +296,69 @@ class RequestRun:
         signals = {name: self.values[name].to_host() for name in partition.signals}
         self._next_walk(partition, Outcome(partition.walk, partition.reason, signals))
 
+    # --- look-ahead ---------------------------------------------------------------------------------------------------
+    def foresee(self, call: CallRun, outputs: Mapping[str, Ref], may: Callable[[CallOp], bool]) -> CallRun | None:
+        """The call that follows *call*, whose *outputs* the host does not know yet, unless they end a loop.
+
+        ``None`` if that cannot be told: a stop that is no token's, a stream to wait for, the end of a walk.
+
+        :param may: whether an operation may be launched before it is certain.
+        """
+        partition = call.partition
+        if partition.joins or partition.ahead is not None:
+            return None
+        values = {value: outputs[port] for port, value in call.op.call.outputs.items()}
+        loops = dict(partition.loops)
+        op = self._foreseen_op(partition, call.op.next, values, loops)
+        if op is None or op.pulls or not may(op) or not self._has_room(op):
+            return None
+        partition.ahead = self._call(partition, op, values, loops)
+        return partition.ahead
+
+    def _foreseen_op(
+        self, partition: _Partition, pc: int, values: Mapping[str, Ref], loops: dict[LoopOp, int]
+    ) -> CallOp | None:
+        while True:
+            op = partition.program[pc]
+            if isinstance(op, CallOp):
+                return op
+            if isinstance(op, LoopEndOp):
+                loops[op.loop] += 1
+                pc = op.head
+            elif isinstance(op, LoopOp):
+                iteration = loops.setdefault(op, 0)
+                if not all(self._may_go_on(stop, iteration, values) for stop in op.stops):
+                    return None
+                pc = op.body
+            else:
+                return None
+
+    def _may_go_on(self, stop: Stop, iteration: int, values: Mapping[str, Ref]) -> bool:
+        """Whether a loop goes on as far as *stop* is concerned, or is likely to."""
+        if isinstance(stop, Times):
+            return iteration < self._times(stop)
+        if not isinstance(stop, TokenStop):
+            return False
+        params = self.request.sampling.get(stop.sampler) or SamplingParams()
+        if params.grammar is not None:  # the next step's mask depends on this token
+            return False
+        ref = values.get(stop.value) or self.values[stop.value]
+        count = self.generated.get(stop.sampler, 0) + (self._judged.get(stop.sampler) is not ref)
+        return count < params.max_tokens
+
+    def _adopt(self, partition: _Partition, op: CallOp) -> bool:
+        """Whether *op* was foreseen with the inputs that it has now: then it is on its way already."""
+        ahead = partition.ahead
+        if ahead is None or ahead.op is not op:
+            return False
+        inputs = self._inputs(op, {}, partition.loops, {})
+        for port, value in inputs.items():
+            foreseen = ahead.inputs[port]
+            if foreseen is not value and (isinstance(value, Ref) or foreseen != value):
+                return False
+        partition.ahead = None
+        return True
+
     # --- loops --------------------------------------------------------------------------------------------------------
     def _stopped(self, op: LoopOp, iteration: int) -> str | None:
         for stop in op.stops:
@@ -285,11 +371,14 @@ class RequestRun:
         if isinstance(stop, TokenStop):
             return self._judge_token(stop)
         if isinstance(stop, Times):
-            count = self._param(stop.count) if isinstance(stop.count, Param) else stop.count
-            return "done" if iteration >= count else None
+            return "done" if iteration >= self._times(stop) else None
         if isinstance(stop, EndOf):
             return "end_of_input" if self.inner[stop.stream].drained else None
         return "done" if iteration and self.values[stop.value].to_host() else None
+
+    def _times(self, stop: Times) -> int:
+        count: int = self._param(stop.count) if isinstance(stop.count, Param) else stop.count
+        return count
 
     def _judge_token(self, stop: TokenStop) -> str | None:
         params = self.request.sampling.get(stop.sampler) or SamplingParams()
@@ -312,6 +401,8 @@ class RequestRun:
     def _offer(self, partition: _Partition, op: CallOp) -> int | None:
         """Make *op* ready, or leave it waiting for a stream. Returns where to go on if a stream's end stops its
         loop."""
+        if self._adopt(partition, op):
+            return None
         if not self._has_room(op):
             self._blocked.append((partition, op))
             return None
@@ -327,7 +418,7 @@ class RequestRun:
                 del partition.loops[loop]
                 partition.reason = "end_of_input"
                 return loop.exit
-        self.ready.append(self._call(partition, op))
+        self.ready.append(self._call(partition, op, {}, partition.loops))
         return None
 
     def _has_room(self, op: CallOp) -> bool:
@@ -347,12 +438,24 @@ class RequestRun:
             if pc is not None:
                 self._advance(partition, pc)
 
-    def _call(self, partition: _Partition, op: CallOp) -> CallRun:
+    def _call(
+        self, partition: _Partition, op: CallOp, values: Mapping[str, Ref], loops: Mapping[LoopOp, int]
+    ) -> CallRun:
         chunks = {pull.stream: self._pull(pull) for _, pull in op.pulls}
+        inputs = self._inputs(op, values, loops, chunks)
+        length = 1
+        if op.primary is not None and inputs[op.primary] is not None:
+            length = inputs[op.primary].length
+        return CallRun(self, partition, op, inputs, length)
+
+    def _inputs(
+        self, op: CallOp, values: Mapping[str, Ref], loops: Mapping[LoopOp, int], chunks: Mapping[str, Chunk]
+    ) -> dict[str, Any]:
+        """What goes into *op*'s ports. *values* come before those that are known."""
         inputs: dict[str, Any] = {}
         for port, source in op.call.inputs.items():
             if isinstance(source, str):
-                inputs[port] = self.values.get(source)
+                inputs[port] = values.get(source) or self.values.get(source)
             elif isinstance(source, Pull):
                 inputs[port] = chunks[source.stream].ref
             elif isinstance(source, Const):
@@ -360,15 +463,12 @@ class RequestRun:
             elif isinstance(source, Param):
                 inputs[port] = self._param(source)
             elif isinstance(source, Index):
-                inputs[port] = partition.loops[op.loops[-1 - source.depth]]
+                inputs[port] = loops[op.loops[-1 - source.depth]]
             elif isinstance(source, Left):
                 inputs[port] = chunks[source.stream].left
             elif isinstance(source, AtEnd):
                 inputs[port] = chunks[source.stream].last
-        length = 1
-        if op.primary is not None and inputs[op.primary] is not None:
-            length = inputs[op.primary].length
-        return CallRun(self, partition, op, inputs, length)
+        return inputs
 
     def _pull(self, pull: Pull) -> Chunk:
         stream = self.inner[pull.stream]

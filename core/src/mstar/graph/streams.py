@@ -183,8 +183,9 @@ class OutStream:
             host = ref.to_host()
             tokens = host if isinstance(host, list) else [host]
             return tokens, len(tokens)
-        items = ref.items() if len(self.spec.port.shape) < ref.base.ndim else ref.tensor()[None]
-        array = items.detach().to("cpu")
+        array = ref.on_host().detach()
+        if array.ndim == len(self.spec.port.shape):  # one item
+            array = array[None]
         if array.dtype == torch.bfloat16:
             array = array.float()
         return array.numpy(), int(array.shape[0])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.graph import Port
 
@@ -21,12 +22,23 @@ __all__ = ["Ref", "as_tensor", "gather_list", "gather_packed", "gather_stacked",
 
 class Ref:
     """One request's value: a tensor of its own, row *start* of a stacked output, or items *start:stop* of a packed
-    one."""
+    one.
 
-    __slots__ = ("base", "host", "row", "start", "stop")
+    :param host: as Python scalars or lists, when the host knows it. :param late: *base* on its way to the host.
+    """
 
-    def __init__(self, base: Tensor, start: int = 0, stop: int = -1, row: bool = False, host: Any = None):
-        self.base, self.start, self.stop, self.row, self.host = base, start, stop, row, host
+    __slots__ = ("base", "host", "late", "row", "start", "stop")
+
+    def __init__(
+        self,
+        base: Tensor,
+        start: int = 0,
+        stop: int = -1,
+        row: bool = False,
+        host: Any = None,
+        late: Late | None = None,
+    ):
+        self.base, self.start, self.stop, self.row, self.host, self.late = base, start, stop, row, host, late
 
     @classmethod
     def whole(cls, tensor: Tensor, host: Any = None) -> Ref:
@@ -38,11 +50,18 @@ class Ref:
         return 1 if self.row else self.stop - self.start
 
     def tensor(self) -> Tensor:
+        return self._of(self.base)
+
+    def on_host(self) -> Tensor:
+        """On the CPU; waits for the device."""
+        return self._of(self.base.cpu() if self.late is None else self.late.tensor())
+
+    def _of(self, base: Tensor) -> Tensor:
         if self.row:
-            return self.base[self.start]
-        if self.start == 0 and (self.base.ndim == 0 or self.stop == self.base.shape[0]):
-            return self.base
-        return self.base[self.start : self.stop]
+            return base[self.start]
+        if self.start == 0 and (base.ndim == 0 or self.stop == base.shape[0]):
+            return base
+        return base[self.start : self.stop]
 
     def items(self) -> Tensor:
         """The value as items along a first dimension: a row of a stacked output is one item."""
@@ -53,12 +72,15 @@ class Ref:
         if start == 0 and stop == self.length:
             return self
         host = None if self.host is None else self.host[start:stop]
-        return Ref(self.base, self.start + start, self.start + stop, host=host)
+        return Ref(self.base, self.start + start, self.start + stop, host=host, late=self.late)
 
     def to_host(self) -> Any:
         """As Python scalars or lists; waits for the device."""
         if self.host is None:
-            self.host = self.tensor().tolist()
+            if self.late is not None and self.row and self.base.ndim == 1:
+                self.host = self.late.values()[self.start]
+            else:
+                self.host = self.on_host().tolist()
         return self.host
 
 
@@ -77,7 +99,7 @@ def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype, 
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"{name!r} takes an array, got a {type(array).__name__}: {error}"
         raise RequestError(message, param=name) from None
-    return tensor.to(device=device, dtype=torch_dtype(port.dtype, model))
+    return to_device(tensor, device).to(torch_dtype(port.dtype, model))
 
 
 def _runs(refs: Sequence[Ref]) -> list[Tensor]:

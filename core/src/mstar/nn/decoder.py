@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,8 +49,9 @@ class GatedMLP(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads and rotary positions.
 
-    Keys and values live in the step's KV resource, whose view has ``attend(layer, q, k, v)`` for packed
-    ``[N, heads, head_dim]``; sliding windows are the resource's, per layer.
+    Keys and values live in the step's KV resource, whose view has ``attend_heads(layer, heads, q_heads, rotation,
+    norms)`` for the packed ``[N, heads, head_dim]`` of queries, keys and values; sliding windows are the resource's,
+    per layer.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -65,13 +65,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        turning = self.heads + self.kv_heads  # q and k in one go: same operation, same angles
-        v = heads[:, turning:]
+        norms: ops.HeadNorms | None = None
         if self.q_norm is not None and self.k_norm is not None:
-            heads = torch.cat((self.q_norm(heads[:, : self.heads]), self.k_norm(heads[:, self.heads : turning])), 1)
-        turned = rotation.apply(heads, turning)
-        q, k = turned[:, : self.heads], turned[:, self.heads :]
-        mixed = kv.attend(self.layer, q, k, v)
+            norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        mixed = kv.attend_heads(self.layer, heads, self.heads, rotation, norms)
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
 

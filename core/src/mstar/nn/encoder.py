@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
 from mstar.nn.decoder import DecoderStack
 from mstar.nn.node import Step
+from mstar.nn.rotary import Rotation
 
 __all__ = ["EncoderStack"]
 
@@ -19,7 +21,10 @@ class _BothWays:
     def __init__(self, view: Any):
         self._view = view
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_heads(
+        self, layer: int, heads: Tensor, q_heads: int, rotation: Rotation, norms: ops.HeadNorms | None
+    ) -> Tensor:
+        q, k, v = ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, None, None, None)
         return self._view.attend(q, k, v)  # type: ignore[no-any-return]
 
 

@@ -23,7 +23,7 @@ class BuildContext:
     """What a model is built from.
 
     :param weights: local folder in the published layout; ``None`` for a model without weights.
-    :param model_kwargs: the deployment file's ``model_kwargs``.
+    :param model_kwargs: the deployment file's ``model_kwargs``: those options of ``ModelSpec.options`` that it sets.
     """
 
     weights: Path | None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class Step:
     :param complete: per row, whether the row's call ends with this step; other rows are chunks whose non-packed outputs
         are discarded (compute them anyway: shapes stay regular).
     :param views: resource name → that resource's view of this step.
+    :param lane: what the engine planned the step on, if a captured graph may run it
+        (:mod:`mstar.resources.staging`). Its rows are then padded: a node must not tell rows apart on the host.
     """
 
     lengths: Sequence[int]
@@ -31,6 +33,7 @@ class Step:
     views: Mapping[str, Any]
     device: torch.device
     dtype: torch.dtype
+    lane: Any = None
 
     @property
     def rows(self) -> int:
@@ -50,16 +53,18 @@ class Packed:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a sampler returns: token ids int64 ``[rows]`` and, for rows that asked, their log-probabilities. An id of −1
-    marks a row whose logits were no numbers: its request fails, the others go on.
+    """What a sampler returns: token ids int64 ``[rows]``. An id of −1 marks a row whose logits were no numbers: its
+    request fails, the others go on.
 
     Return it from an entry under a stacked int64 port; the engine uses the ids as the value and passes the
     log-probabilities on with what the port emits.
+
+    :param report: called when the step has been launched; gives what reads the log-probabilities of the rows that asked
+        for them (one entry a row, ``None`` for the others) once the step is done, or ``None`` if no row did.
     """
 
     ids: Tensor
-    logprobs: Sequence[Any] | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    report: Callable[[], Callable[[], Sequence[Any]] | None] | None = None
 
 
 class Node(nn.Module):

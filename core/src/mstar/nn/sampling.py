@@ -10,7 +10,8 @@ Three choices make it fast and exact:
   alike alone and among others.
 * A token is drawn by inverting the cumulative distribution in the vocabulary's order, with one uniform number a row:
   block sums find the block, a running sum finds the token in it. No sort, no noise per entry of the vocabulary.
-* Every parameter is a tensor with one entry a row, so that the same calls can be captured in a CUDA graph.
+* Every parameter is a tensor with one entry a row. On CUDA :mod:`mstar.nn.ops.cuda_sampling` does the same in a few
+  kernels, which read the parameters by slot and can be captured in a graph.
 
 Random numbers are counter-based: a pure function of (stream key, number of draws so far) computed on the host in
 integers, hence the same on every device and in every batch.
@@ -32,6 +33,7 @@ __all__ = [
     "add_bias",
     "allow_only",
     "argmax",
+    "as_reports",
     "draw",
     "filter_threshold",
     "forbid",
@@ -243,16 +245,24 @@ def _beyond(block: Tensor, vocab: int) -> Tensor:
 # --- reports -------------------------------------------------------------------------------------------------------
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[TokenLogprob]:
-    """Log-probabilities of the sampled *ids* (int64 ``[n]``) under raw *logits* ``[n, vocab]``, one report a row.
-
-    :param alternatives: per row, how many of the likeliest tokens to name (0: none). Reads the results on the host.
-    """
+def token_logprobs(logits: Tensor, ids: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities under raw *logits* ``[n, vocab]``: those of the sampled *ids* (int64 ``[n]``), float32 ``[n]``;
+    those of the *most* likeliest tokens, float32 ``[n, most]``, and these tokens, int64 ``[n, most]``."""
     table = torch.log_softmax(logits.float(), dim=-1)
-    chosen = table.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
-    most = min(max(alternatives), table.shape[1])
-    values, tokens = table.topk(most, dim=-1)
-    rows = zip(ids.tolist(), chosen, tokens.tolist(), values.tolist(), alternatives, strict=True)
+    chosen = table.gather(1, ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return chosen, *table.topk(min(most, table.shape[1]), dim=-1)
+
+
+def as_reports(
+    ids: Sequence[int],
+    chosen: Sequence[float],
+    values: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    alternatives: Sequence[int],
+) -> list[TokenLogprob]:
+    """What :func:`token_logprobs` computed, one report a row with as many of the likeliest tokens as
+    *alternatives* says."""
+    rows = zip(ids, chosen, tokens, values, alternatives, strict=True)
     return [
         TokenLogprob(token=token, logprob=logprob, top=list(zip(top[:n], worth[:n], strict=True)))
         for token, logprob, top, worth, n in rows

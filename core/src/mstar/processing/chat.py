@@ -14,7 +14,7 @@ import numpy as np
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
 from mstar.spec.errors import RequestError, SetupError
-from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.processor import Prepared, Processor, ProcessorContext
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Part, Task, Text
@@ -23,7 +23,7 @@ __all__ = ["Limits", "TextProcessor", "sampling_params"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-DEFAULT_MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS: int = TextOptions.model_fields["default_max_tokens"].default
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,17 @@ class Limits:
 
 class TextProcessor(Processor):
     """Prepares a request with input ``prompt`` (int64 ``[T]``) and sampling parameters for ``sampler``; renders stream
-    ``text``. A family's knobs must be :class:`~mstar.spec.knobs.SamplingKnobs` or a subclass."""
+    ``text``. A family's knobs must be :class:`~mstar.spec.knobs.SamplingKnobs` or a subclass.
+
+    *What a family overrides.* :meth:`prompt_ids`, if the prompt is more than the text (a prefix, a mode's token,
+    placeholders for pictures): its answer is checked against the context and becomes ``prompt``. :meth:`prepare`, if
+    the request has more inputs, or another name for the prompt: call ``super().prepare(…)`` and change
+    ``request.inputs``, ``request.sampling`` or ``request.params`` of what it returns. :meth:`renderer`, if other
+    streams are to be rendered.
+
+    *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
+    They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes.
+    """
 
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
@@ -99,7 +109,16 @@ class TextProcessor(Processor):
 
     # --- prompts ------------------------------------------------------------------------------------------------------
     def prompt_ids(self, task: Task) -> tuple[list[int], str]:
-        """The prompt's ids and the name of the field that it came from."""
+        """The prompt's ids, and the name of the field that it came from, for errors about its length.
+
+        Called once by :meth:`prepare`, for every kind of task; *task* has the knobs. A family's own may change the task
+        before, or the ids after::
+
+            ids, field = super().prompt_ids(task)
+            return [self.modes[task.knobs.mode], *ids], field
+
+        :raises RequestError: *task* cannot be read.
+        """
         if isinstance(task, ChatTask):
             return self._chat(task), "messages"
         if isinstance(task, CompletionTask):

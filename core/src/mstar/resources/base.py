@@ -16,12 +16,15 @@ This module imports no torch: schedulers and tests use it bare.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mstar.spec.errors import MstarError
 from mstar.spec.request import EngineRequest
+
+if TYPE_CHECKING:
+    from mstar.resources.staging import Stage
 
 __all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "Usage"]
 
@@ -62,19 +65,28 @@ class Usage(NamedTuple):
 @dataclass(frozen=True)
 class ResourceContext:
     """What a resource is built from. *device* and *dtype* are torch objects; *max_owners* is the most contexts that may
-    be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes."""
+    be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes;
+    *stage* takes a step's host data to the device, the same one for all resources of a worker."""
 
     device: Any
     dtype: Any
     max_owners: int
     memory: int | None = None
     attention_backends: Sequence[Any] = ()
+    stage: Stage = field(kw_only=True)
 
 
 class Resource(abc.ABC):
     """A pool and the per-owner state in it. Subclasses say in their docstring what their view offers a node."""
 
     kind: str = ""
+
+    capturable: bool = False
+    """Whether its views can be used in a captured graph: see :mod:`mstar.resources.staging`."""
+
+    speculates: bool = False
+    """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
+    before ended its loop."""
 
     def __init__(self, name: str, spec: Any, context: ResourceContext):
         self.name, self.spec, self.context = name, spec, context
@@ -112,6 +124,16 @@ class Resource(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot skip")
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        """What of *rows* decides which operations the view will run: a graph is captured for each variant. ``None``:
+        these rows cannot run in a captured graph."""
+        return () if self.capturable else None
+
+    @property
+    def variants(self) -> Sequence[Hashable]:
+        """The variants that graphs are captured for before the first request."""
+        return ((),)
+
     @abc.abstractmethod
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> Any:
         """Prepare a step over *rows* on the host and return the view that the node will use. *frozen*: see
@@ -121,7 +143,15 @@ class Resource(abc.ABC):
         """The step succeeded: its state is now *rows*' state."""
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
-        """The step failed: forget it."""
+        """The step failed, or is planned again: forget it. It may not have been planned."""
+
+    def retract(self, row: Row) -> None:
+        """Undo the last commit of *row*, which a step that should not have been launched has made. Only the owner's
+        last step can be retracted."""
+        raise NotImplementedError(f"{type(self).__name__} cannot retract")
+
+    def learn(self, owner: Owner, ids: Sequence[int]) -> None:
+        """The ids of the earliest of *owner*'s committed tokens that were committed without them."""
 
     # --- books --------------------------------------------------------------------------------------------------------
     @abc.abstractmethod

@@ -72,6 +72,7 @@ class CrossKV(SlotResource):
     def __init__(self, name: str, spec: specs.CrossKV, context: ResourceContext):
         slots = slot_count(name, spec.slots, context)
         super().__init__(name, spec, context, slots=slots)
+        dtype = dtype_named(spec.dtype, context.dtype)
         need = AttentionNeed(
             "kv",
             torch.device(context.device),
@@ -80,9 +81,9 @@ class CrossKV(SlotResource):
             spec.kv_heads,
             spec.head_dim,
             spec.max_tokens,
+            kv_dtype=dtype,
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
-        dtype = dtype_named(spec.dtype, context.dtype)
         slot_bytes = spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
         check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", slots, slot_bytes, context)
         self.memory = KVMemory(
@@ -118,7 +119,7 @@ class CrossKV(SlotResource):
         slots = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows))
         lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
         _, places = flat_positions(slots * self.spec.max_tokens, lengths)
-        return torch.from_numpy(places).to(self.memory.data.device)
+        return self.context.stage.put(f"{self.name}.places", places)
 
     def plan_read(self, rows: Sequence[Row], lengths: Sequence[int]) -> KVPlan:
         """Plan *lengths* queries over the memories of *rows*."""
@@ -130,7 +131,7 @@ class CrossKV(SlotResource):
         batch = KVBatch(
             np.asarray(lengths, np.int64), np.asarray(memories, np.int64), tables, self.spec.max_tokens, step_kv="none"
         )
-        return self.backend.plan_kv(self.memory, batch)
+        return self.backend.plan_kv(self.memory, batch, self.context.stage, self.name)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         if self._staged:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotation
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
+from mstar.resources.staging import to_device
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
@@ -27,16 +31,20 @@ class PagedView:
     """What a node uses: attention of a step's tokens over their contexts.
 
     ``positions``: int64 ``[N]``, the position of each token of the step in its context.
+
+    :param places: int64 ``[N]``, where in the memory the step's tokens are kept; ``None``: nowhere.
     """
 
-    def __init__(self, memory: KVMemory, plan: KVPlan, windows: Sequence[int | None], positions: npt.NDArray[np.int64]):
+    def __init__(
+        self,
+        memory: KVMemory,
+        plan: KVPlan,
+        windows: Sequence[int | None],
+        positions: Tensor,
+        places: Tensor | None,
+    ):
         self._memory, self._plan, self._windows = memory, plan, windows
-        self._places: Tensor | None = None
-        self.positions = torch.from_numpy(positions).to(memory.data.device)
-
-    def write_to(self, places: npt.NDArray[np.int64]) -> None:
-        """The step's tokens are kept, at *places* int64 ``[N]`` of the memory. Without this call they are not."""
-        self._places = torch.from_numpy(places).to(self._memory.data.device)
+        self._places, self.positions = places, positions
 
     def attend(
         self,
@@ -61,11 +69,34 @@ class PagedView:
         window = self._windows[layer] if self._windows else None
         return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
 
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None = None,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """:meth:`attend` for what a fused projection gives, in one operation where the device has one: norm and rotate
+        queries and keys first.
+
+        :param heads: ``[N, q_heads + 2 * kv_heads, head_dim]``: queries, keys, values; may be overwritten.
+        """
+        keys, values = self._memory.keys_values(layer)
+        q, k, v = ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, keys, values, self._places)
+        window = self._windows[layer] if self._windows else None
+        return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+
 
 class PagedKV(Resource):
     """Paged keys and values with prefix cache and copy-on-write. Its view is a :class:`PagedView`; units are pages."""
 
     kind = "paged_kv"
+    speculates = True
     spec: specs.PagedKV
 
     def __init__(self, name: str, spec: specs.PagedKV, context: ResourceContext):
@@ -85,14 +116,19 @@ class PagedKV(Resource):
                 head_dim=spec.head_dim,
                 page_size=spec.page_size,
                 windows=frozenset(window for window in spec.windows if window is not None),
+                kv_dtype=dtype,
             ),
             spec.backend,
         )
         self.pool = PagePool(pages, spec.page_size, spec.prefix_cache)
-        self.memory = KVMemory(spec.layers, pages * spec.page_size, spec.kv_heads, spec.head_dim, dtype, context.device)
-        # The pool's tables again, as one array: a step's tables are one indexing operation.
+        tokens = (pages + 1) * spec.page_size
+        self.memory = KVMemory(spec.layers, tokens, spec.kv_heads, spec.head_dim, dtype, context.device)
+        # The pool's tables again, as one array: a step's tables are one indexing operation. The last line is that of
+        # the rows which pad a captured step: their page lies beyond the pool's, and nothing reads it.
         self._lines = SlotPool(context.max_owners)
-        self._tables = np.zeros((context.max_owners, self.pool.units(spec.max_tokens)), np.int32)
+        self._tables = np.zeros((context.max_owners + 1, self.pool.units(spec.max_tokens)), np.int32)
+        self._tables[-1] = pages
+        self.capturable = self.backend.capturable
 
     # --- admission --------------------------------------------------------------------------------------------------
     def units(self, tokens: int) -> int:
@@ -144,27 +180,44 @@ class PagedKV(Resource):
         self._mirror(owner, 0)
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        return () if self.capturable and not frozen else None
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
-        lines = np.fromiter((self._lines[row.owner] for row in rows), np.int64, len(rows))
-        lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
-        starts = np.fromiter((self.pool.length(row.owner) for row in rows), np.int64, len(rows))
+        stage, size = self.context.stage, self.pool.page_size
+        count = stage.rows(len(rows))
+        lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
+        starts = np.zeros(count, np.int64)
+        for i, row in enumerate(rows):
+            lines[i], lengths[i], starts[i] = self._lines[row.owner], row.length, self.pool.length(row.owner)
         if not frozen:
             self._grow(rows)
-        size = self.pool.page_size
-        longest = int((starts + (0 if frozen else lengths)).max()) if len(rows) else 0
+        longest = int((starts + (0 if frozen else lengths)).max()) if count else 0
         tables = self._tables[lines, : self.pool.units(longest)]
-        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written")
+        most = self._tables.shape[1]
+        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written", most_pages=most)
         row_of, positions = flat_positions(starts, lengths)
-        plan = self.backend.plan_kv(self.memory, batch)
-        view = PagedView(self.memory, plan, self.spec.windows, positions)
+        plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
+        where = stage.put(f"{self.name}.positions", positions)
+        places = None
         if not frozen:
-            view.write_to(tables[row_of, positions // size].astype(np.int64) * size + positions % size)
+            offsets = tables[row_of, positions // size].astype(np.int64) * size + positions % size
+            places = stage.put(f"{self.name}.places", offsets)
+        view: PagedView = stage.keep(
+            f"{self.name}.view", lambda: PagedView(self.memory, plan, self.spec.windows, where, places)
+        )
         return view
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         if not frozen:
             for row in rows:
                 self.pool.commit(row.owner, row.length, row.ids)
+
+    def retract(self, row: Row) -> None:
+        self.pool.retract(row.owner, row.length)
+
+    def learn(self, owner: Owner, ids: Sequence[int]) -> None:
+        self.pool.learn(owner, ids)
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         """Nothing to undo: what was written lies past the committed length, in pages that the owner keeps for later."""
@@ -182,7 +235,7 @@ class PagedKV(Resource):
         if copies:
             size = self.pool.page_size
             places = np.asarray(copies, np.int64)[:, :, None] * size + np.arange(size)
-            both = torch.from_numpy(places.transpose(1, 0, 2).reshape(2, -1)).to(self.memory.data.device)
+            both = to_device(places.transpose(1, 0, 2).reshape(2, -1), self.memory.data.device)
             self.memory.copy(both[0], both[1])
 
     def _mirror(self, owner: Owner, first: int) -> None:
@@ -220,7 +273,7 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
     page_bytes = size * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
     context_pages = -(-spec.max_tokens // size)
     memory = context.memory
-    affordable = None if memory is None else memory // page_bytes
+    affordable = None if memory is None else max(memory // page_bytes - 1, 0)  # one is for padding rows
     pages = context.max_owners * context_pages if spec.tokens is None else spec.tokens // size
     if affordable is not None and memory is not None and pages > affordable:
         if spec.tokens is not None:
@@ -228,9 +281,9 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
             if affordable < context_pages:
                 settings = [f"{setting} and resources.{name}.max_tokens: {affordable * size}" for setting in settings]
             raise DoesNotFit(
-                f"resource {name!r}: tokens={spec.tokens} need {bytes_in_words(pages * page_bytes)} "
+                f"resource {name!r}: tokens={spec.tokens} need {bytes_in_words((pages + 1) * page_bytes)} "
                 f"({page_bytes // size} bytes a token), more than the memory budget of {bytes_in_words(memory)}",
-                pages * page_bytes,
+                (pages + 1) * page_bytes,
                 memory,
                 settings,
             )
@@ -238,11 +291,12 @@ def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype:
     if pages >= context_pages:
         return pages
     fitting = [f"resources.{name}.max_tokens: {pages * size}"] if pages else []
-    needed = f"{context_pages} pages of {size} tokens ({bytes_in_words(context_pages * page_bytes)})"
+    needed_bytes = (context_pages + 1) * page_bytes
+    needed = f"{context_pages} pages of {size} tokens ({bytes_in_words(needed_bytes)} with the page of padding rows)"
     message = f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
     if spec.tokens is None and memory is not None:
         message += f"{pages} pages within its memory budget of {bytes_in_words(memory)}"
-        raise DoesNotFit(message, context_pages * page_bytes, memory, fitting)
+        raise DoesNotFit(message, needed_bytes, memory, fitting)
     if affordable is None or affordable >= context_pages:
         fitting.append(f"resources.{name}.tokens: {context_pages * size}")
     remedy = f". It would fit with {' or '.join(fitting)}" if fitting else ""

@@ -42,7 +42,8 @@ class Growth(NamedTuple):
 
 
 class _Context:
-    """One owner's books. ``ids`` are those of its committed tokens, or ``None`` once some are unknown."""
+    """One owner's books. ``ids`` are those of its first committed tokens: all of them, or up to the first whose id the
+    host does not know (yet)."""
 
     __slots__ = ("home", "ids", "is_open", "keys", "length", "promise", "salt", "table")
 
@@ -53,7 +54,7 @@ class _Context:
         self.home = range(0)
         self.is_open = False
         self.salt = b""
-        self.ids: array[int] | None = array("q")
+        self.ids: array[int] = array("q")
         self.keys: list[bytes] = []
 
 
@@ -140,15 +141,15 @@ class PagePool:
     def shares(self, owner: Owner, sibling: Owner, ids: Sequence[int]) -> bool:
         """Whether *sibling* has committed all of *ids* (under *owner*'s salt), so that *owner* may :meth:`fork` it."""
         parent = self._contexts.get(sibling)
-        if parent is None or not parent.is_open or parent.ids is None or parent.salt != self._get(owner).salt:
+        if parent is None or not parent.is_open or parent.salt != self._get(owner).salt:
             return False
         return len(parent.ids) >= len(ids) and parent.ids[: len(ids)] == array("q", ids)
 
     def fork(self, owner: Owner, sibling: Owner, tokens: int) -> None:
         """Begin fresh *owner* with the first *tokens* committed tokens of *sibling*, sharing its pages."""
         context, parent = self._get_fresh(owner), self._get(sibling)
-        if tokens > parent.length or parent.ids is None:
-            raise IntegrityError(f"{owner} cannot share {tokens} tokens of {sibling}: {parent.length} are known")
+        if tokens > len(parent.ids):
+            raise IntegrityError(f"{owner} cannot share {tokens} tokens of {sibling}: {len(parent.ids)} are known")
         pages, full = parent.table[: self.units(tokens)], tokens // self.page_size
         self._take_over(context, pages, parent.ids[:tokens], parent.keys[:full])
         if len(pages) > full:
@@ -179,18 +180,34 @@ class PagePool:
         return Growth(first, copies)
 
     def commit(self, owner: Owner, tokens: int, ids: Sequence[int] | None) -> None:
-        """*tokens* tokens were written. With their *ids* known (all of the context's so far), full pages are
-        registered."""
+        """*tokens* tokens were written. Full pages whose *ids* are known, all from the context's first on, are
+        registered; ids that are not known yet may be told later (:meth:`learn`)."""
         context = self._get(owner)
+        if ids is not None and len(ids) != tokens:
+            raise IntegrityError(f"{owner} committed {tokens} tokens with {len(ids)} ids")
+        known = ids is not None and len(context.ids) == context.length
         context.length += tokens
-        if ids is None or context.ids is None:
-            context.ids = None
-        else:
-            context.ids.extend(ids)
-            if len(context.ids) != context.length:
-                raise IntegrityError(f"{owner} committed {tokens} tokens with {len(ids)} ids")
-            if self.prefix_cache:
-                self._register(context)
+        if known and ids is not None:
+            self._add_ids(context, ids)
+
+    def learn(self, owner: Owner, ids: Sequence[int]) -> None:
+        """The *ids* of the first committed tokens whose ids were not known."""
+        context = self._get(owner)
+        if len(context.ids) + len(ids) > context.length:
+            raise IntegrityError(f"{owner} learns more ids than it has tokens")
+        self._add_ids(context, ids)
+
+    def retract(self, owner: Owner, tokens: int) -> None:
+        """Forget the last *tokens* committed tokens, whose ids were never told. Their pages stay the owner's."""
+        context = self._get(owner)
+        context.length -= tokens
+        if context.length < len(context.ids):
+            raise IntegrityError(f"{owner} cannot retract tokens whose ids are known")
+
+    def _add_ids(self, context: _Context, ids: Sequence[int]) -> None:
+        context.ids.extend(ids)
+        if self.prefix_cache:
+            self._register(context)
 
     def held(self, owner: Owner) -> int:
         """Committed tokens of an open owner; 0 for one that is not open."""
@@ -287,7 +304,6 @@ class PagePool:
         return source, target
 
     def _register(self, context: _Context) -> None:
-        assert context.ids is not None
         parent = context.keys[-1] if context.keys else context.salt
         for key in self._page_keys(parent, context.ids, len(context.keys)):
             page = context.table[len(context.keys)]

@@ -43,6 +43,8 @@ class PositionsResource(SlotResource):
     """
 
     kind = "positions"
+    capturable = True
+    speculates = True
     spec: Positions
 
     def __init__(self, name: str, spec: Positions, context: ResourceContext):
@@ -95,11 +97,15 @@ class PositionsResource(SlotResource):
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         self._planned = (slots, lengths)
         positions = self._in_order(slots, lengths)
+        stage = self.context.stage
+        padding = stage.rows(len(rows)) - len(rows)  # one token a row, anywhere
+        if padding:
+            positions = np.concatenate((positions, np.zeros(padding, np.int64)))
         if self.spec.axes > 1:
             positions = np.repeat(positions[None], self.spec.axes, axis=0)
         if self._explicit:
             self._insert_explicit(positions, slots, lengths)
-        return PositionsView(torch.from_numpy(positions).to(self._device))
+        return PositionsView(stage.put(f"{self.name}.positions", np.ascontiguousarray(positions)))
 
     def _in_order(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Index in the context plus delta, ``[N]``."""
@@ -139,6 +145,9 @@ class PositionsResource(SlotResource):
             explicit = self._explicit.get(slot)
             if explicit is not None and self._tokens[slot] >= explicit.start + explicit.given.shape[1]:
                 del self._explicit[slot]
+
+    def retract(self, row: Row) -> None:
+        self._tokens[self._slots[row.owner]] -= row.length
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         self._planned = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
+from mstar.resources.staging import to_device
 from mstar.spec.errors import SetupError, nearest
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState
@@ -97,7 +98,7 @@ class RecurrentStateResource(SlotResource):
     def _index(self, slots: tuple[int, ...]) -> slice | Tensor:
         if slots == tuple(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[0] + len(slots))
-        return torch.tensor(slots, device=self._device)
+        return to_device(slots, self._device)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         view, self._pending = self._pending, None

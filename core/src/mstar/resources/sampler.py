@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.nn import sampling
+from mstar.nn import ops, sampling
 from mstar.nn.node import Sampled
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
 from mstar.resources.slotted import SlotResource
+from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
 from mstar.spec.resources import Sampler
@@ -23,12 +25,24 @@ __all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
 
 
 class SamplerView:
-    """One step of the sampler. ``step["sampler"].sample(logits)``."""
+    """One step of the sampler. ``step["sampler"].sample(logits)``.
 
-    def __init__(self, resource: SamplerResource, rows: RowParams):
-        self._resource, self._rows = resource, rows
+    :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for so
+        many uses of the sampler in the step. Both are filled when the step is planned.
+    """
+
+    def __init__(self, resource: SamplerResource, index: Tensor, numbers: Tensor):
+        self._resource, self.index, self._numbers = resource, index, numbers
+        self._logits: list[Tensor] = []
         self.sampled: list[Tensor] = []
         """int64 ``[rows]``, one for each call of :meth:`sample`."""
+
+    def fill(self, rows: RowParams, real: int, filters: bool, replay: bool) -> None:
+        """The step has *rows*, of which the first *real* are no padding. *replay*: the node is not called again; a
+        graph repeats what its calls did."""
+        self.rows, self.real, self.filters = rows, real, filters
+        if not replay:
+            self.sampled, self._logits = [], []
 
     def sample(self, logits: Tensor) -> Sampled:
         """Choose one token per row. *logits*: ``[rows, vocab]`` in row order, any float dtype; they are not changed.
@@ -37,24 +51,40 @@ class SamplerView:
         penalties and constraints see tokens of earlier steps only. Rows whose call is not complete are sampled to no
         consequence.
         """
-        expected = (len(self._rows.slots), self._resource.spec.vocab)
+        expected = (len(self.rows.slots), self._resource.spec.vocab)
         if tuple(logits.shape) != expected:
             raise ValueError(
                 f"{self._resource.name}: logits are {tuple(logits.shape)}, expected [rows, vocab] {expected}"
             )
-        ids = self._resource.choose(logits, self._rows, len(self.sampled))
+        call = len(self.sampled)
+        ids = self._resource.choose(logits, self, call)
         self.sampled.append(ids)
-        return Sampled(ids, self._report(logits, ids))
+        self._logits.append(logits)
+        return Sampled(ids, partial(self._report, call))
 
-    def _report(self, logits: Tensor, ids: Tensor) -> list[TokenLogprob | None] | None:
-        wanted = self._rows.reports
+    def numbers(self, call: int) -> Tensor:
+        """The rows' random numbers for the *call*-th use, float64 ``[rows]``; anything if no row draws."""
+        if call < len(self._numbers):
+            return self._numbers[call]
+        return self._resource.more_numbers(self.rows, call)  # it is used more often than ever before
+
+    def _report(self, call: int) -> Callable[[], list[TokenLogprob | None]] | None:
+        wanted, count = self.rows.reports, self.real
         if wanted is None:
             return None
-        found = sampling.token_logprobs(logits[wanted.where], ids[wanted.where], wanted.alternatives)
-        reports: list[TokenLogprob | None] = [None] * len(ids)
-        for row, report in zip(wanted.rows, found, strict=True):
-            reports[row] = report
-        return reports
+        sampled = self.sampled[call][wanted.where]
+        tables = sampling.token_logprobs(self._logits[call][wanted.where], sampled, max(wanted.alternatives))
+        late = [Late(tensor) for tensor in (sampled, *tables)]
+
+        def read() -> list[TokenLogprob | None]:
+            reports: list[TokenLogprob | None] = [None] * count
+            ids, chosen, values, tokens = (one.values() for one in late)
+            found = sampling.as_reports(ids, chosen, values, tokens, wanted.alternatives)
+            for row, report in zip(wanted.rows, found, strict=True):
+                reports[row] = report
+            return reports
+
+        return read
 
 
 class SamplerResource(SlotResource):
@@ -71,6 +101,8 @@ class SamplerResource(SlotResource):
     """
 
     kind = "sampler"
+    speculates = True
+    capturable = True
     spec: Sampler
 
     def __init__(
@@ -79,14 +111,21 @@ class SamplerResource(SlotResource):
         super().__init__(name, spec, context, slots=context.max_owners)
         self._device = torch.device(context.device)
         self._constraints = constraints
-        self._table = SlotTable(context.max_owners, self._device)
-        self._states: dict[int, SlotParams] = {}
-        self._keys = np.zeros(context.max_owners, dtype=np.uint64)
-        self._drawn = np.zeros(context.max_owners, dtype=np.int64)
+        self._fused = ops.fused_sample(self._device)
+        # The last slot is that of the rows which pad a captured step.
+        self._padding = context.max_owners
+        self._table = SlotTable(context.max_owners + 1, self._device)
+        self._states: dict[int, SlotParams] = {self._padding: SlotParams(SamplingParams(temperature=0.0))}
+        self._table.set(self._padding, self._states[self._padding].params)
+        self._keys = np.zeros(context.max_owners + 1, dtype=np.uint64)
+        self._drawn = np.zeros(context.max_owners + 1, dtype=np.int64)
         self._histories = TokenHistories(spec.vocab, self._device)
         self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
         self._gathered: tuple[tuple[int, ...], RowParams] | None = None
         self._pending: SamplerView | None = None
+        self._most_calls = 1  # uses of the sampler in one step, so far
+        self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
+        self._recent: dict[int, list[Tensor]] = {}  # what it sampled there, for slots with penalties
 
     # --- life -------------------------------------------------------------------------------------------------------
     def open(self, owner: Owner, request: EngineRequest) -> None:
@@ -129,6 +168,7 @@ class SamplerResource(SlotResource):
         state = self._states.pop(self._slots[owner], None)
         if state is not None and state.history is not None:
             self._histories.give_back(state.history)
+        self._recent.pop(self._slots[owner], None)
         self._gathered = None
         super().close(owner)
 
@@ -139,13 +179,51 @@ class SamplerResource(SlotResource):
         """Nothing to do: the prompt's ids were read from the request."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        """Whether unlikely tokens are dropped. Rows whose logits are edited first run without a graph."""
+        params = self._params(rows, len(rows))
+        return None if params.edits or self._unstoppable(params, 0) else self._filtered(params)
+
+    @property
+    def variants(self) -> Sequence[Hashable]:
+        return ("plain", "filtered")
+
+    @staticmethod
+    def _filtered(params: RowParams) -> str:
+        return "filtered" if params.filters else "plain"
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> SamplerView:
-        slots = tuple([self._slots[row.owner] for row in rows])
+        stage = self.context.stage
+        lane = stage.lane
+        params = self._params(rows, stage.rows(len(rows)))
+        calls = stage.keep(f"{self.name}.calls", lambda: self._most_calls)
+        numbers = self._draws(params, np.arange(calls)[:, None])
+        index = stage.put(f"{self.name}.slots", params.slots)
+        sent = stage.put(f"{self.name}.numbers", numbers)
+        view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self, index, sent))
+        filtered = params.filters if lane is None else lane.variants[self.name] == "filtered"
+        view.fill(params, len(rows), filtered, replay=lane is not None and lane.graph is not None)
+        self._pending = view
+        return view
+
+    def _params(self, rows: Sequence[Row], count: int) -> RowParams:
+        """The parameters of *rows*, and of padding up to *count*."""
+        slots = (*(self._slots[row.owner] for row in rows), *[self._padding] * (count - len(rows)))
         if self._gathered is None or self._gathered[0] != slots:
             states = [self._states[slot] for slot in slots]
-            self._gathered = (slots, RowParams.gather(slots, states, self._table))
-        self._pending = SamplerView(self, self._gathered[1])
-        return self._pending
+            self._gathered = (slots, RowParams.gather(slots, states, self._table, by_slot=self._fused is not None))
+        return self._gathered[1]
+
+    def _draws(self, rows: RowParams, calls: np.ndarray) -> np.ndarray:
+        """Random numbers for the *calls*-th uses of the sampler in a step."""
+        return sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + calls)
+
+    def more_numbers(self, rows: RowParams, call: int) -> Tensor:
+        self._most_calls = max(self._most_calls, call + 1)
+        lane = self.context.stage.lane
+        if lane is not None and not lane.trial:
+            raise IntegrityError(f"{self.name}: a captured step uses the sampler more often than its trial did")
+        return to_device(self._draws(rows, np.array(call)), self._device)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         view, self._pending = self._pending, None
@@ -153,14 +231,30 @@ class SamplerResource(SlotResource):
             raise IntegrityError(f"{self.name}: commit without a plan")
         if frozen or not view.sampled:
             return
-        params = view._rows
-        complete = np.fromiter((row.complete for row in rows), dtype=bool, count=len(rows))
-        self._drawn[params.slots[complete]] += len(view.sampled)
+        params = view.rows
+        complete = np.zeros(len(params.slots), dtype=bool)  # padding counts for nothing
+        complete[: len(rows)] = [row.complete for row in rows]
+        done = params.slots[complete]
+        self._drawn[done] += len(view.sampled)
+        self._calls[done] = len(view.sampled)
+        if params.penalties is not None:
+            for row in params.penalties.host_rows.tolist():
+                self._recent[int(params.slots[row])] = [ids[row] for ids in view.sampled]
         for ids in view.sampled:
             if params.penalties is not None:
                 self._histories.add(params.penalties, ids, complete)
             if params.constraints:
                 self._accept(ids, params, complete)
+
+    def retract(self, row: Row) -> None:
+        if not row.complete:
+            return  # it counted for nothing
+        slot = self._slots[row.owner]
+        self._drawn[slot] -= self._calls[slot]
+        history = self._states[slot].history
+        if history is not None:
+            for token in reversed(self._recent.pop(slot)):
+                self._histories.take_back(history, token)
 
     def _accept(self, ids: Tensor, params: RowParams, complete: np.ndarray) -> None:
         tokens = ids.tolist()
@@ -172,10 +266,13 @@ class SamplerResource(SlotResource):
         self._pending = None
 
     # --- choosing -----------------------------------------------------------------------------------------------------
-    def choose(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
+    def choose(self, logits: Tensor, view: SamplerView, call: int) -> Tensor:
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
+        rows, numbers = view.rows, view.numbers(call)
         scores = self._edited(logits, rows, call)
+        if self._fused is not None:
+            return self._fused(scores, view.index, self._table.floats, self._table.top_k, numbers, view.filters)
         if rows.all_greedy:
             ids = sampling.argmax(scores)
             # A NaN anywhere in a row wins its argmax.
@@ -189,8 +286,7 @@ class SamplerResource(SlotResource):
         weights = work.sub_(best.unsqueeze(1)).exp_()
         if rows.filters:
             weights.mul_(keep)
-        numbers = sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + call)
-        ids = sampling.draw(weights, torch.from_numpy(numbers).to(self._device))
+        ids = sampling.draw(weights, numbers)
         if rows.greedy is not None and greedy is not None:
             ids = torch.where(rows.greedy, greedy, ids)
         return _marked(ids, best)
@@ -205,7 +301,7 @@ class SamplerResource(SlotResource):
 
     def _edited(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
         """The logits with bias, masks and penalties: *logits* itself when nothing applies, else a float32 copy."""
-        unstoppable = [entry for entry in rows.minimums if self._drawn[entry[1]] + call < entry[2]]
+        unstoppable = self._unstoppable(rows, call)
         if not rows.edits and not unstoppable:
             return logits
         scores = self._workspace(len(logits))[0].copy_(logits)
@@ -221,12 +317,16 @@ class SamplerResource(SlotResource):
             self._histories.penalize(scores, rows.penalties)
         return scores
 
+    def _unstoppable(self, rows: RowParams, call: int) -> list[tuple[int, int, int, Tensor]]:
+        """The rows that may not stop yet."""
+        return [entry for entry in rows.minimums if self._drawn[entry[1]] + call < entry[2]]
+
     def _constrain(self, scores: Tensor, rows: RowParams) -> None:
         words = torch.zeros(len(rows.constraints), -(-self.spec.vocab // 32), dtype=torch.int32)
         for word, (_, constraint) in zip(words, rows.constraints, strict=True):
             constraint.mask(word)
-        index = torch.tensor([row for row, _ in rows.constraints], device=self._device)
-        sampling.allow_only(scores, index, sampling.unpack_bitmask(words.to(self._device), self.spec.vocab))
+        index = to_device([row for row, _ in rows.constraints], self._device)
+        sampling.allow_only(scores, index, sampling.unpack_bitmask(to_device(words, self._device), self.spec.vocab))
 
     @staticmethod
     def _threshold(scores: Tensor, best: Tensor, rows: RowParams) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mstar.nn.sampling import penalize_counts, penalize_repetition
 from mstar.resources.sampler_rows import Penalties
+from mstar.resources.staging import to_device
 
 __all__ = ["TokenHistories"]
 
@@ -60,7 +61,7 @@ class TokenHistories:
     def add_prompt(self, row: int, ids: np.ndarray) -> None:
         """*ids* ``[T]`` were read. Placeholders of media outside the vocabulary are no tokens that could repeat."""
         known = np.unique(ids[(ids >= 0) & (ids < self.prompt.shape[1])]).astype(np.int64)
-        fresh = torch.from_numpy(known).to(self.prompt.device)
+        fresh = to_device(known, self.prompt.device)
         self.prompt[row, fresh] = True
         begin, end = self._length[row], self._length[row] + len(known)
         self._widen(int(end))
@@ -75,10 +76,15 @@ class TokenHistories:
         self._widen(int(columns.max()) + 1)
         device = self.counts.device
         mine = ids[penalties.rows]
-        self.listed.index_put_((penalties.histories, torch.from_numpy(columns).to(device)), mine)
-        amount = torch.from_numpy(done.astype(np.int32)).to(device)
+        self.listed.index_put_((penalties.histories, to_device(columns, device)), mine)
+        amount = to_device(done.astype(np.int32), device)
         self.counts.index_put_((penalties.histories, mine), amount, accumulate=True)
         self._length[penalties.host_histories] += done
+
+    def take_back(self, row: int, token: Tensor) -> None:
+        """*token* (int64, no dimensions), the last that was added to *row*, was not generated after all."""
+        self._length[row] -= 1
+        self.counts[row].index_add_(0, token.reshape(1), self.counts.new_full((1,), -1))
 
     def penalize(self, scores: Tensor, penalties: Penalties) -> None:
         """Apply the penalties to *scores* (float32 ``[step rows, vocab]``) in place."""

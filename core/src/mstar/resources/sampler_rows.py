@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mstar.nn.sampling import GREEDY_BELOW
+from mstar.resources.staging import to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import SamplingParams
 
@@ -56,16 +57,16 @@ class SlotParams:
         slot = cls(params)
         if params.logit_bias:
             ids = _checked(list(params.logit_bias), vocab, "logit_bias")
-            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
-            slot.bias = (torch.tensor(ids, device=device), values)
+            values = to_device(list(params.logit_bias.values()), device, torch.float32)
+            slot.bias = (to_device(ids, device), values)
         if params.allowed_token_ids:
             ids = _checked(params.allowed_token_ids, vocab, "allowed_token_ids")
             slot.allowed = torch.zeros(vocab, dtype=torch.bool, device=device)
-            slot.allowed[torch.tensor(ids, device=device)] = True
+            slot.allowed[to_device(ids, device)] = True
         # A stop id beyond the logits (a tokenizer may be larger than the head) can never be sampled.
         stops = [i for i in params.stop_token_ids if 0 <= i < vocab]
         if params.min_tokens and stops and not params.ignore_eos:
-            slot.stops = torch.tensor(stops, device=device)
+            slot.stops = to_device(stops, device)
         return slot
 
     @property
@@ -82,12 +83,14 @@ def _checked(ids: Sequence[int], vocab: int, param: str) -> list[int]:
 
 
 class SlotTable:
-    """The numeric parameters of all slots as device tensors, so that a step gathers them with two index operations."""
+    """The numeric parameters of all slots as device tensors, so that a step gathers them with two index operations, or
+    a kernel reads them by slot."""
 
-    INVERSE_TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
+    INVERSE_TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, GREEDY = range(7)
+    """Columns of ``floats``. :mod:`mstar.nn.ops.cuda_sampling` knows them too."""
 
     def __init__(self, slots: int, device: torch.device):
-        self.floats = torch.zeros(slots, 6, device=device)  # float32
+        self.floats = torch.zeros(slots, 7, device=device)  # float32
         self.top_k = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def set(self, slot: int, params: SamplingParams) -> None:
@@ -99,9 +102,10 @@ class SlotTable:
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
+            float(greedy),
         )
-        self.floats[slot] = torch.tensor(values)
-        self.top_k[slot] = params.top_k
+        self.floats[slot].copy_(to_device(values, self.floats.device, torch.float32))
+        self.top_k[slot].fill_(params.top_k)
 
 
 class Penalties(NamedTuple):
@@ -163,22 +167,27 @@ class RowParams:
         return bool(self.bias or self.allowed or self.penalties or self.constraints)
 
     @classmethod
-    def gather(cls, slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable) -> RowParams:
+    def gather(cls, slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable, by_slot: bool) -> RowParams:
+        """*by_slot*: a kernel reads temperature and filters from *table*; they are not gathered."""
         device = table.floats.device
-        number = torch.tensor(slots, device=device)
-        floats, top_k = table.floats[number], table.top_k[number]
         greedy = [s.params.temperature < GREEDY_BELOW for s in states]
         rows = cls(
-            slots=np.array(slots),
+            slots=np.array(slots, dtype=np.int64),
             all_greedy=all(greedy),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            inverse_temperature=floats[:, SlotTable.INVERSE_TEMPERATURE].unsqueeze(1),
+            greedy=None,
+            inverse_temperature=table.floats[:0],
             bias=_gather_bias(states),
             allowed=_gather_allowed(states),
-            penalties=_gather_penalties(states, floats),
+            penalties=_gather_penalties(slots, states, table),
             reports=_gather_reports(states, device),
         )
-        rows._gather_filters(states, greedy, floats, top_k)
+        drawing = [(row, s.params) for row, s in enumerate(states) if not greedy[row]]
+        sort = [row for row, p in drawing if p.top_k > 0 or p.top_p < 1]
+        any_min_p = any(p.min_p > 0 for _, p in drawing)
+        rows.filters = bool(sort) or any_min_p
+        if not by_slot:
+            rows.greedy = to_device(greedy, device) if any(greedy) else None
+            rows._gather_filters(slots, states, table, sort, any_min_p)
         for row, (slot, state) in enumerate(zip(slots, states, strict=True)):
             if state.stops is not None:
                 rows.minimums.append((row, slot, state.params.min_tokens, state.stops))
@@ -187,13 +196,13 @@ class RowParams:
         return rows
 
     def _gather_filters(
-        self, states: Sequence[SlotParams], greedy: Sequence[bool], floats: Tensor, top_k: Tensor
+        self, slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable, sort: list[int], any_min_p: bool
     ) -> None:
-        drawing = [(row, s.params) for row, s in enumerate(states) if not greedy[row]]
-        sort = [row for row, p in drawing if p.top_k > 0 or p.top_p < 1]
-        any_min_p = any(p.min_p > 0 for _, p in drawing)
+        number = to_device(slots, table.floats.device, torch.int64)
+        floats, top_k = table.floats[number], table.top_k[number]
+        self.inverse_temperature = floats[:, SlotTable.INVERSE_TEMPERATURE].unsqueeze(1)
         if sort:
-            index = torch.tensor(sort, device=floats.device)
+            index = to_device(sort, floats.device)
             nucleus = any(states[row].params.top_p < 1 for row in sort)
             self.sorting = Sorting(
                 None if len(sort) == len(states) else index,
@@ -202,7 +211,6 @@ class RowParams:
                 max(states[row].params.top_k for row in sort),
             )
         self.min_p = floats[:, SlotTable.MIN_P] if any_min_p else None
-        self.filters = bool(sort) or any_min_p
 
 
 def _gather_bias(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -218,22 +226,23 @@ def _gather_allowed(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor] | Non
     if not found:
         return None
     masks = torch.stack([mask for _, mask in found])
-    return torch.tensor([row for row, _ in found], device=masks.device), masks
+    return to_device([row for row, _ in found], masks.device), masks
 
 
-def _gather_penalties(states: Sequence[SlotParams], floats: Tensor) -> Penalties | None:
+def _gather_penalties(slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable) -> Penalties | None:
     found = [(row, s.history) for row, s in enumerate(states) if s.history is not None]
     if not found:
         return None
+    floats = table.floats
+    params = floats[to_device([slots[row] for row, _ in found], floats.device)]
     rows, histories = np.array(found, dtype=np.int64).T.copy()
-    index = torch.from_numpy(rows).to(floats.device)
-    table = floats[index]
+    index = to_device(rows, floats.device)
     return Penalties(
         index,
         rows,
-        torch.from_numpy(histories).to(floats.device),
+        to_device(histories, floats.device),
         histories,
-        *(table[:, c] for c in (SlotTable.REPETITION, SlotTable.FREQUENCY, SlotTable.PRESENCE)),
+        *(params[:, c] for c in (SlotTable.REPETITION, SlotTable.FREQUENCY, SlotTable.PRESENCE)),
     )
 
 
@@ -242,4 +251,4 @@ def _gather_reports(states: Sequence[SlotParams], device: torch.device) -> Repor
     if not found:
         return None
     rows = [row for row, _ in found]
-    return Reports(torch.tensor(rows, device=device), rows, [n for _, n in found])
+    return Reports(to_device(rows, device), rows, [n for _, n in found])

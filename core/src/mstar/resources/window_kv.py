@@ -39,6 +39,7 @@ class WindowKV(SlotResource):
             raise SetupError(f"resource {name!r}: window and max_step must be at least 1 and sink at least 0")
         slots = slot_count(name, spec.slots, context)
         super().__init__(name, spec, context, slots=slots)
+        dtype = dtype_named(spec.dtype, context.dtype)
         need = AttentionNeed(
             mode="kv",
             device=torch.device(context.device),
@@ -47,9 +48,9 @@ class WindowKV(SlotResource):
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             windows=frozenset({spec.window}),
+            kv_dtype=dtype,
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
-        dtype = dtype_named(spec.dtype, context.dtype)
         self._ring = spec.window + spec.max_step
         self._slot_tokens = spec.sink + self._ring
         slot_bytes = self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
@@ -82,10 +83,10 @@ class WindowKV(SlotResource):
         row_of, positions = flat_positions(starts, lengths)
         kept, gaps, table = self._tables(starts, starts + (0 if frozen else lengths), base)
         batch = KVBatch(lengths, kept, table, step_kv="beside" if frozen else "written", sink=spec.sink, gaps=gaps)
-        view = PagedView(self.memory, self.backend.plan_kv(self.memory, batch), self._windows, positions)
-        if not frozen:
-            view.write_to(base[row_of] + self._place(positions))
-        return view
+        stage = self.context.stage
+        plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
+        places = None if frozen else stage.put(f"{self.name}.places", base[row_of] + self._place(positions))
+        return PagedView(self.memory, plan, self._windows, stage.put(f"{self.name}.positions", positions), places)
 
     def _place(self, positions: _Ints) -> _Ints:
         """Where in a slot each position is kept."""

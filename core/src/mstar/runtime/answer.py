@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from msgspec import structs
+
 from mstar.cluster.base import Executor
+from mstar.runtime.amounts import Made, brought
+from mstar.runtime.family import family_code
 from mstar.spec.errors import NotReady, RequestError, TooBusy
-from mstar.spec.processor import Delta, Prepared, Renderer
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Delta, Prepared, Renderer, TextDelta
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
+from mstar.spec.tasks import Task
 
 __all__ = ["Acks", "Answer", "request_error"]
 
@@ -57,26 +63,31 @@ class Answer:
     """Iterate it for the deltas of one request; made by :meth:`mstar.runtime.service.Service.generate`.
 
     The iterator raises :class:`~mstar.spec.errors.RequestError` (:class:`TooBusy <mstar.spec.errors.TooBusy>`,
-    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails. A request whose answer nobody holds any
+    :class:`NotReady <mstar.spec.errors.NotReady>`) when the request fails, and
+    :class:`~mstar.spec.errors.FaultFound` when the family's renderer does. A request whose answer nobody holds any
     more, or whose :meth:`aclose` was called, is cancelled. One task at a time may read; a read that is itself cancelled
     (by a timeout) loses nothing.
 
     :ivar id: the request's id. :ivar prompt_tokens: tokens of the prompt.
-    :ivar completion_tokens: tokens generated so far, those held back for a stop string included.
+    :ivar completion_tokens: tokens so far, those held back for a stop string included; at the end all that language
+        models generated, also for a codec.
     :ivar finish_reason: why the answer ended; ``None`` while it runs and when it failed.
     :ivar usage: what it cost, once it has ended well.
     """
 
     def __init__(
         self,
+        spec: ModelSpec,
+        task: Task,
         prepared: Prepared,
         renderer: Renderer,
         executor: Executor,
         acks: Acks,
         prepare_push: Callable[[str, Any, str, bool], Awaitable[Push]],
     ):
-        self.id = prepared.request.id
+        self.spec, self.id = spec, prepared.request.id
         self.prompt_tokens = prepared.prompt_tokens
+        self._brought, self._made = brought(task, prepared.prompt_tokens), Made()
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
@@ -186,25 +197,35 @@ class Answer:
                 self._end(event, event.reason, event.usage)
             else:
                 self._render(event)
-        except BaseException:
+        except BaseException as error:
             self._leave()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            with family_code(f"{self.spec.key!r} could not render an answer", self.spec.processor):
+                raise
 
     def _render(self, event: Emit) -> None:
         self._acks.add(event.id, event.stream)
         if type(event.data) is list:
             self.completion_tokens += len(event.data)
         renderer = self._renderer
-        self._deltas.extend(renderer.feed(event))
+        self._take(renderer.feed(event))
         if renderer.finished is not None:
             self._executor.cancel(Cancel(id=self.id, reason=renderer.finished))
             # The engine's own count would depend on how many steps it ran before it heard of the end.
-            usage = Usage(input={"tokens": self.prompt_tokens}, output={"tokens": self.completion_tokens})
-            self._end(None, renderer.finished, usage)
+            self._end(None, renderer.finished, Usage(output={"tokens": self.completion_tokens}))
+
+    def _take(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if type(delta) is not TextDelta:
+                self._made.add(delta)
+            self._deltas.append(delta)
 
     def _end(self, done: Done | None, reason: str, usage: Usage) -> None:
-        self._deltas.extend(self._renderer.finish(done))
-        self.finish_reason, self.usage, self._ended = reason, usage, True
+        self._take(self._renderer.finish(done))
+        self.completion_tokens = int(usage.output.get("tokens", self.completion_tokens))
+        self.usage = structs.replace(usage, input=self._brought, output=self._made.of(usage.output))
+        self.finish_reason, self._ended = reason, True
 
     def _leave(self) -> None:
         """Nobody will read on: cancel the request, unless it has ended."""

@@ -6,6 +6,8 @@ faults are listed at once. Pools and nodes are made on torch's meta device, wher
 
 from __future__ import annotations
 
+import logging
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,14 +24,24 @@ from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource, ResourceContext
-from mstar.runtime.opening import file_deployment, packaged_deployment, read_deployment
+from mstar.resources.staging import Stage
+from mstar.runtime.opening import (
+    file_deployment,
+    key_lines,
+    model_kwargs_faults,
+    packaged_deployment,
+    packaged_name,
+    read_deployment,
+)
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, innermost
 from mstar.spec.graph import Graph
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import describe
+from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
-from mstar.weights.sources import SourceContext, parse_override, present_weights
+from mstar.weights.sources import SourceContext, check_checkpoint, parse_override, present_weights
 from mstar.worker import build
 from mstar.worker.memory import free_memory
 
@@ -39,20 +51,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Checked", "Fault", "NodeSize", "PoolSize", "check_model", "find_target"]
 
+log = logging.getLogger(__name__)
+
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Fault:
     """One thing to change. *file*: where it stands (a deployment file, or ``"module:Class"``); *key*: which key of it,
-    empty when the whole is meant."""
+    empty when the whole is meant; *line*: of a deployment file, from 1."""
 
     file: str
     key: str
     message: str
+    line: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.key}: {self.message}" if self.key else f"{self.file}: {self.message}"
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.key}: {self.message}" if self.key else f"{place}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,11 @@ class PoolSize:
 
 @dataclass
 class Checked:
-    """What a check found. ``graph`` and what follows it are there as far as the faults allow."""
+    """What a check found. ``graph`` and what follows it are there as far as the faults allow.
+
+    :ivar complete: every check ran; else further faults may show once these are mended.
+    :ivar remarks: what could not be checked here though it is no fault, in sentences.
+    """
 
     spec: ModelSpec
     weights: Path | None = None
@@ -93,6 +113,8 @@ class Checked:
     nodes: list[NodeSize] = field(default_factory=list)
     pools: list[PoolSize] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    complete: bool = False
+    remarks: list[str] = field(default_factory=list)
 
     @contextmanager
     def stage(self, file: str, key: str = "") -> Iterator[None]:
@@ -105,7 +127,11 @@ class Checked:
         except MstarError as error:
             self.faults.append(Fault(file, key, str(error)))
         except Exception as error:
-            self.faults.append(Fault(file, key, f"{type(error).__name__}: {error}"))
+            log.debug("%s", file, exc_info=error)
+            self.faults.append(Fault(file, key, describe(error, (self.spec.model, self.spec.processor))))
+
+    def has_fault(self, file: str, key: str) -> bool:
+        return any((fault.file, fault.key) == (file, key) for fault in self.faults)
 
 
 def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None]:
@@ -136,20 +162,38 @@ def check_model(
     checked = Checked(spec)
     _check_names(checked, registry)
     deployment = checked.deployment = _deployment(checked, config)
+    place = _place(spec, config)
+    checked.faults += [Fault(place, key, fault) for key, fault in model_kwargs_faults(spec, deployment)]
     _check_kinds(checked, deployment, registry, config)
     checked.weights = _folder(spec, weights or deployment.weights, registry, settings)
-    with checked.stage(_place(spec, config), "dtype"):
-        wanted = "cpu" if deployment.device is None and not torch.cuda.is_available() else deployment.device or "cuda"
-        checked.device = torch.device(wanted)
-        checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
+    _check_processor(checked, deployment)
+    place = _place(spec, config)
+    with checked.stage(place, "device"):
+        checked.device = _device(deployment.device)
+    if checked.device is not None:
+        with checked.stage(place, "dtype"):
+            checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
+    if checked.dtype is not None:
         _check_model(checked, deployment, registry, config)
+    if config is not None:
+        lines = key_lines(config)
+        checked.faults = [
+            replace(fault, line=innermost(lines, fault.key)) if fault.file == str(config) else fault
+            for fault in checked.faults
+        ]
     return checked
 
 
 def _place(spec: ModelSpec, config: Path | None) -> str:
     """Where a fault of the deployment stands."""
-    packaged = spec.deployment if isinstance(spec.deployment, str) else f"deployment of {spec.key!r}"
-    return packaged if config is None else str(config)
+    return packaged_name(spec) if config is None else str(config)
+
+
+def _device(name: str | None) -> torch.device:
+    """As :func:`~mstar.worker.build.pick_device`, but a GPU need not be here."""
+    if name is not None and name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        return torch.device(name)
+    return build.pick_device(name)
 
 
 def _check_names(checked: Checked, registry: Registry) -> None:
@@ -171,23 +215,19 @@ def _deployment(checked: Checked, config: Path | None) -> Deployment:
     """The deployment; keys at fault are left out, so that the check can go on."""
     spec = checked.spec
     layers: list[dict[str, Any]] = [{}, {}]
-    with checked.stage(f"deployment of {spec.key!r}"):
+    with checked.stage(packaged_name(spec)):
         layers[0] = packaged_deployment(spec)
     with checked.stage(str(config)):
         layers[1] = file_deployment(spec, config)
+    lines = {} if config is None else key_lines(config)
     try:
-        return merge_deployment(spec.key, *layers)
+        return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ()))
     except DeploymentError as error:
         for path, message in error.faults:
-            of_file = config is not None and _has(layers[1], path)
+            of_file = innermost(lines, path) is not None
             checked.faults.append(Fault(_place(spec, config if of_file else None), path, message))
             layers = [_without(layer, path) for layer in layers]
         return merge_deployment(spec.key, *layers)
-
-
-def _has(layer: Mapping[str, Any], path: str) -> bool:
-    head, _, tail = path.partition(".")
-    return head in layer and (not tail or not isinstance(layer[head], dict) or _has(layer[head], tail))
 
 
 def _without(layer: dict[str, Any], path: str) -> dict[str, Any]:
@@ -208,7 +248,7 @@ def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, c
     lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
         "executor": (registry.executor, deployment.executor),
         "scheduler.policy": (registry.scheduler, deployment.scheduler.policy),
-        "engine.runner": (registry.runner, deployment.engine.runner),
+        "engine.runner": (registry.runner, deployment.engine.runner or "eager"),
     }
     for key, (look_up, name) in lookups.items():
         with checked.stage(_place(checked.spec, config), key):
@@ -229,11 +269,51 @@ def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: 
     return present_weights(spec, weights, registry.weight_source, SourceContext.of(settings))
 
 
+def _check_processor(checked: Checked, deployment: Deployment) -> None:
+    """Make the processor, from the weights' folder or, where that is not here, from the model's tiny checkpoint."""
+    spec, folder = checked.spec, checked.weights
+    if checked.has_fault(f"spec of {spec.key!r}", "processor"):
+        return  # it cannot be imported, which has been said
+    if folder is not None or not (spec.tiny or spec.weights):
+        _make_processor(checked, deployment, folder)
+    elif spec.tiny is None:
+        checked.remarks.append(
+            "the processor was not tried: it may need the weights' folder, which is not on this machine"
+        )
+    else:
+        with tempfile.TemporaryDirectory(prefix="mstar-check-") as tiny:
+            with checked.stage(spec.tiny):
+                load_object(spec.tiny)(Path(tiny))
+            if not checked.has_fault(spec.tiny, ""):
+                _make_processor(checked, deployment, Path(tiny))
+
+
+def _make_processor(checked: Checked, deployment: Deployment, folder: Path | None) -> None:
+    spec = checked.spec
+    with checked.stage(spec.processor):
+        make = load_object(spec.processor)
+        try:
+            make(ProcessorContext(spec, folder, deployment.model_kwargs))
+        except (MstarError, OSError) as error:
+            if folder is None or _is_complete(folder):
+                raise
+            # a folder with the model's configuration alone is enough for all else
+            checked.remarks.append(f"the processor was not tried, it needs more than is in {folder}: {error}")
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        check_checkpoint(folder)
+    except WeightsError:
+        return False
+    return True
+
+
 def _check_model(checked: Checked, deployment: Deployment, registry: Registry, config: Path | None) -> None:
     spec, device, dtype = checked.spec, checked.device, checked.dtype
     assert device is not None
     assert dtype is not None
-    if any(fault.key == "model" and fault.file == f"spec of {spec.key!r}" for fault in checked.faults):
+    if checked.has_fault(f"spec of {spec.key!r}", "model"):
         return  # it cannot be imported, which has been said
     with checked.stage(spec.model):
         try:
@@ -256,6 +336,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         _check_nodes(checked, model, graph, dtype)
         if not found:
             _check_pools(checked, compile_graph(graph), deployment, registry, place)
+            checked.complete = True
 
 
 def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtype) -> None:
@@ -285,16 +366,17 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
         plan,
         deployment,
         registry,
-        device,
+        Stage(device),
         dtype,
         free=None if absent else max(0, free_memory(device) - weights),  # as when they are loaded
         weights_bytes=weights,
+        reserve_bytes=build.reserved_bytes(deployment, device),
     )
     where = device
 
     def make(name: str, context: ResourceContext) -> Resource:
         backends = [_Elsewhere(backend, where) for backend in context.attention_backends]
-        context = replace(context, device=_META, attention_backends=backends)
+        context = replace(context, device=_META, attention_backends=backends, stage=Stage(_META))
         return build.make_resource(name, declared[name], context, registry)
 
     for name in memory.order:
@@ -320,8 +402,8 @@ class _Elsewhere(AttentionBackend):
     def supports(self, need: AttentionNeed) -> str | None:
         return self._inner.supports(replace(need, device=self._device))
 
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
-        return self._inner.plan_kv(memory, batch)
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
+        return self._inner.plan_kv(memory, batch, stage, key)
 
     def plan_ragged(self, lengths: Any) -> RaggedPlan:
         return self._inner.plan_ragged(lengths)

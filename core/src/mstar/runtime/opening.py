@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,28 @@ import yaml
 from mstar.cluster.base import WorkerConfig
 from mstar.licences import check_licence
 from mstar.requirements import require_plugins
-from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import SetupError
+from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.errors import DeploymentError, FaultFound, SetupError
+from mstar.spec.knobs import option_faults
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
-from mstar.weights.sources import SourceContext, resolve_weights
+from mstar.weights.sources import SourceContext, present_weights, resolve_weights
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "file_deployment", "find_model", "packaged_deployment", "prepare_config", "read_deployment"]
+__all__ = [
+    "Say",
+    "file_deployment",
+    "find_model",
+    "key_lines",
+    "model_kwargs_faults",
+    "packaged_deployment",
+    "packaged_name",
+    "prepare_config",
+    "read_deployment",
+]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -45,20 +56,62 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    deployment = merge_deployment(spec.key, packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
+    places = _places(spec, config, layers)
+    deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields, places=places)
+    if faults := model_kwargs_faults(spec, deployment):
+        raise DeploymentError(faults, places)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
     with progress_bar() as progress:
         context = SourceContext.of(settings, say=say or _say, progress=progress)
+        _check_device(spec, deployment, registry, context)
         weights = resolve_weights(spec, deployment.weights, registry.weight_source, context)
     return WorkerConfig(
         key=spec.key,
         weights=None if weights is None else str(weights),
         deployment=deployment,
+        places=places,
         plugins=settings.plugins,
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
+        trace_plugins=settings.trace_plugins,
     )
+
+
+def model_kwargs_faults(spec: ModelSpec, deployment: Deployment) -> list[tuple[str, str]]:
+    """What *spec*'s model would not understand of its deployment's options: (key's path, what is wrong with it)."""
+    return [(f"model_kwargs.{name}", fault) for name, fault in option_faults(spec.options, deployment.model_kwargs)]
+
+
+def _places(spec: ModelSpec, config: str | Path | None, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Where each key of the deployment got its value: in the package's own deployment, in the file, or in the options
+    given (*layers*, in this order)."""
+    packaged, _, options = layers
+    places = dict.fromkeys(_paths(packaged), packaged_name(spec))
+    if config is not None:
+        places.update({path: f"{config}:{line}" for path, line in key_lines(config).items()})
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**places, **dict.fromkeys(_paths(given), "options given")}
+
+
+def _paths(layer: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in layer.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{above}{key}.")
+
+
+def _check_device(spec: ModelSpec, deployment: Deployment, registry: Registry, context: SourceContext) -> None:
+    """Refuse a device that is not here before its weights are fetched. When they are here the worker does that: finding
+    out takes torch, which this process needs for nothing else."""
+    name = deployment.device
+    if name is None or name == "cpu":
+        return
+    if present_weights(spec, deployment.weights, registry.weight_source, context) is None:
+        from mstar.worker.build import pick_device
+
+        pick_device(name)
 
 
 def find_model(key: str, registry: Registry, config: str | Path | None = None) -> ModelSpec:
@@ -81,11 +134,11 @@ def read_deployment(text: str, where: str) -> dict[str, Any]:
     try:
         layer = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise SetupError(f"{where} is not valid YAML: {error}") from None
+        raise FaultFound(f"{where} is not valid YAML: {error}") from None
     if layer is None:
         return {}
     if not isinstance(layer, dict):
-        raise SetupError(f"{where} must be a mapping (key: value), not a {type(layer).__name__}")
+        raise FaultFound(f"{where} must be a mapping (key: value), not a {type(layer).__name__}")
     return layer
 
 
@@ -100,8 +153,29 @@ def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
     try:
         text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
     except (ImportError, OSError) as error:
-        raise SetupError(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
+        raise FaultFound(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
     return read_deployment(text, spec.deployment)
+
+
+def packaged_name(spec: ModelSpec) -> str:
+    """How errors call the deployment that ships with *spec*'s package."""
+    return spec.deployment if isinstance(spec.deployment, str) else f"deployment of {spec.key!r}"
+
+
+def key_lines(config: str | Path) -> dict[str, int]:
+    """The line of each key of YAML file *config*, from 1, by the key's path (``"scheduler.policy"``). Nothing for a
+    file that is not YAML."""
+    try:
+        node = yaml.compose(Path(config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}  # reading it says so
+    return dict(_lines(node))
+
+
+def _lines(node: yaml.Node | None, above: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        yield f"{above}{key.value}", key.start_mark.line + 1
+        yield from _lines(value, f"{above}{key.value}.")
 
 
 def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer
+from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
-from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Done, Event, Failed, Push
 from mstar.spec.tasks import Task
@@ -128,8 +130,9 @@ class Service:
         except SetupError:
             raise
         except Exception as error:
-            message = f"the processor of {self.spec.key!r} could not be loaded: {type(error).__name__}: {error}"
-            raise SetupError(message) from error
+            what = f"the processor of {self.spec.key!r} could not be loaded"
+            fault = family_fault(what, error, (self.spec.model, self.spec.processor))
+            raise fault or FaultFound(f"{what}: {describe(error)}") from error
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +151,7 @@ class Service:
         try:
             prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
             self._check_ready()
-            answer = Answer(prepared, renderer, self._executor, self._acks, self._prepare_push)
+            answer = Answer(self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push)
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
         except BaseException:
@@ -172,12 +175,18 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
-        prepared = self.processor.prepare(task, request_id)
-        prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
-        return prepared, self.processor.renderer(task, prepared)
+        with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
+            prepared = self.processor.prepare(task, request_id)
+            prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
+            return prepared, self.processor.renderer(task, prepared)
 
     async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
-        return await self._in_thread(self.processor.push, stream, part, request_id, end)
+        return await self._in_thread(self._make_push, stream, part, request_id, end)
+
+    def _make_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
+        """In a thread."""
+        with family_code(f"{self.spec.key!r} could not take what a client sent", self.spec.processor):
+            return self.processor.push(stream, part, request_id, end)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:

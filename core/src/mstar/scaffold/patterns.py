@@ -9,15 +9,14 @@ __all__ = ["PATTERNS", "Pattern"]
 _CURL = """Then ask it:
 
 ```sh
-curl localhost:8000/{route} -H 'Content-Type: application/json' \\
-  -d '{body}'
+curl localhost:8000/{route} {sent}
 ```"""
 
 
 @dataclass(frozen=True)
 class Pattern:
     """*help*: one line for who chooses. *summary*, *about*: what the family is, for its spec and its README, as
-    templates. *ask*: how to try it. *todo*: the README's steps."""
+    templates. *route*, *body*: a first request, as JSON or as curl's options. *todo*: the README's steps."""
 
     help: str
     summary: str
@@ -27,7 +26,9 @@ class Pattern:
     todo: tuple[str, ...]
 
     def ask(self, key: str) -> str:
-        return _CURL.format(route=self.route, body=self.body.replace("KEY", key))
+        body = self.body.replace("KEY", key)
+        sent = body if body.startswith("-") else f"-H 'Content-Type: application/json' \\\n  -d '{body}'"
+        return _CURL.format(route=self.route, sent=sent)
 
 
 _SPEC = "`spec.py`: the licence of the weights, where they are published (pinned), the knobs with their bounds."
@@ -83,6 +84,33 @@ PATTERNS: dict[str, Pattern] = {
             _SPEC,
             "`nodes.py`: your text encoder, denoiser (its solver is `update`) and decoder.",
             "`processor.py`: the latent's shape, the seed's noise, the form of the answer.",
+            _TEST,
+        ),
+    ),
+    "transducer": Pattern(
+        help="sound is read, a predictor writes tokens along its frames (streaming speech recognition)",
+        summary="A transducer for speech recognition.",
+        about="an encoder that reads sound, and a predictor that writes text as it walks along its frames. The server "
+        "reads WAV, FLAC and Ogg where `pip install 'mstar-server[audio]'` was run.",
+        route="generate",
+        body="-F model=KEY -F files=@speech.wav",
+        todo=(
+            _SPEC,
+            "`processor.py`: your features and your resampler.",
+            "`nodes.py`: your encoder, predictor and joiner. `model.py`: their sizes, what the predictor remembers.",
+            _TEST,
+        ),
+    ),
+    "encoder-lm": Pattern(
+        help="pictures or sounds go into a language model's prompt, tokens come out (chat that sees or hears)",
+        summary="A language model that sees.",
+        about="a vision tower, whose embeddings take the place of placeholders in a causal language model's prompt.",
+        route="v1/chat/completions",
+        body='{"model": "KEY", "messages": [{"role": "user", "content": "Hello"}]}',
+        todo=(
+            _SPEC,
+            "`processor.py`: how a picture is scaled and cut up, and how many placeholders stand for it.",
+            "`nodes.py`: your tower. `model.py`: its sizes; override `build` where your language model is not Llama's.",
             _TEST,
         ),
     ),

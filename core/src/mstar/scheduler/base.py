@@ -89,6 +89,10 @@ class Scheduler(abc.ABC):
         """The request ended: drop its ticket (returned if it was still waiting) and all of its ready items."""
 
     @abc.abstractmethod
+    def drop(self, item: Item) -> None:
+        """*item*, which is ready, is not to run after all."""
+
+    @abc.abstractmethod
     def next(self, now: float) -> Batch | None:
         """The next step's batch, removed from the ready items; ``None`` when nothing is ready."""
 

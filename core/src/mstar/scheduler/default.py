@@ -106,6 +106,14 @@ class DefaultScheduler(Scheduler):
         self._turns[group] = None  # a group that is waiting for its turn keeps its place
         self._deadlines.add(item)
 
+    def drop(self, item: Item) -> None:
+        item.cancelled = True
+        self._remove(item)
+        held = self._items[item.request]
+        held.remove(item)
+        if not held:
+            del self._items[item.request]
+
     def next(self, now: float) -> Batch | None:
         self._watch_clock(now)
         while self._turns:

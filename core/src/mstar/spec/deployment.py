@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -10,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mstar.spec.errors import DeploymentError, nearest
 
 __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
+
+_OPTIONS = frozenset({"knobs", "kwargs", "options", "model_options", "parameters"})
+"""Words that people try for ``model_kwargs``."""
 
 
 class _Section(BaseModel):
@@ -31,7 +35,9 @@ class SchedulerOptions(_Section):
 class EngineOptions(_Section):
     """How steps are run."""
 
-    runner: str = Field("eager", description="A name registered through `mstar_engines`.")
+    runner: str | None = Field(
+        None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
+    )
     attention: str | None = Field(None, description="Force an attention backend by name.")
     memory_fraction: float | None = Field(
         None,
@@ -39,6 +45,9 @@ class EngineOptions(_Section):
         le=1,
         description="Share of the memory that weights and sized pools leave, for pools without a size; default: 0.9 on "
         "a GPU, 0.25 on the CPU.",
+    )
+    lookahead: bool | None = Field(
+        None, description="Plan and launch a step while the one before still runs; default: on a GPU."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
@@ -80,9 +89,16 @@ class Deployment(_Section):
         return lines
 
 
-def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
+def merge_deployment(
+    model: str,
+    *layers: dict[str, Any] | None,
+    knobs: Iterable[str] = (),
+    places: Mapping[str, str] | None = None,
+) -> Deployment:
     """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment.
 
+    :param knobs: names of the model's request parameters, for the hint when one is taken for a deployment's key.
+    :param places: where keys stand, for the message.
     :raises DeploymentError: with every fault.
     """
     merged: dict[str, Any] = {"model": model}
@@ -91,7 +107,10 @@ def merge_deployment(model: str, *layers: dict[str, Any] | None) -> Deployment:
     try:
         return Deployment.model_validate(merged)
     except ValidationError as error:
-        raise DeploymentError(_fault(e) for e in error.errors(include_url=False)) from None
+        options = merged.get("model_kwargs")
+        known = options if isinstance(options, dict) else {}
+        faults = [_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)]
+        raise DeploymentError(faults, places) from None
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -103,10 +122,17 @@ def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _fault(error: Any) -> tuple[str, str]:
+def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tuple[str, str]:
+    """*options*: the ``model_kwargs`` that the deployment has."""
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] != "extra_forbidden":
         return path, f"{error['msg']} (got {error['input']!r})"
-    sections: dict[str, Any] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
-    known = sections.get(str(error["loc"][0]), Deployment).model_fields
-    return path, f"unknown key{nearest(str(error['loc'][-1]), known)}"
+    if path in options:
+        return path, f"unknown key; did you mean 'model_kwargs: {{{path}: …}}'?"
+    if path in _OPTIONS:
+        return path, "unknown key; did you mean 'model_kwargs'? A model's options stand there"
+    if path in knobs:
+        return path, "unknown key: this is a parameter of requests; options of the model stand under 'model_kwargs:'"
+    sections: dict[str, type[_Section]] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
+    section = sections.get(str(error["loc"][0]), Deployment)
+    return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

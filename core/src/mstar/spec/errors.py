@@ -8,10 +8,12 @@ one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 __all__ = [
     "DeploymentError",
+    "FaultFound",
     "GraphError",
     "MstarError",
     "NotReady",
@@ -20,8 +22,12 @@ __all__ = [
     "SetupError",
     "TooBusy",
     "WeightsError",
+    "innermost",
     "nearest",
 ]
+
+
+T = TypeVar("T")
 
 
 class MstarError(Exception):
@@ -32,7 +38,12 @@ class SetupError(MstarError):
     """The operator must change something (a setting, a file, an install) before the server can start."""
 
 
-class GraphError(SetupError):
+class FaultFound(SetupError):
+    """Something is wrong with a model, its deployment or its code, and not with how a command was typed: what
+    ``mstar check`` looks for. Commands end with status 1."""
+
+
+class GraphError(FaultFound):
     """A model's graph is wrong. Lists every fault found, one a line (promise P2)."""
 
     def __init__(self, model: str, faults: Iterable[str]):
@@ -40,12 +51,18 @@ class GraphError(SetupError):
         super().__init__(f"the graph of {model!r} has {len(self.faults)} fault(s):\n  " + "\n  ".join(self.faults))
 
 
-class DeploymentError(SetupError):
-    """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it)."""
+class DeploymentError(FaultFound):
+    """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it); the message has one
+    a line.
 
-    def __init__(self, faults: Iterable[tuple[str, str]]):
+    :param places: a key's path → where it stands (``"file.yaml:3"``), as far as that is known.
+    """
+
+    def __init__(self, faults: Iterable[tuple[str, str]], places: Mapping[str, str] | None = None):
         self.faults = tuple(faults)
-        super().__init__("deployment: " + "; ".join(f"{key}: {fault}" for key, fault in self.faults))
+        known = places or {}
+        lines = (f"{innermost(known, key) or 'deployment'}: {key}: {fault}" for key, fault in self.faults)
+        super().__init__("\n".join(lines))
 
 
 class WeightsError(SetupError):
@@ -95,6 +112,13 @@ class NotReady(RequestError):
     def __init__(self, message: str, *, retry_after: float = 5.0):
         super().__init__(message, code="not_ready", status=503, type="server_error")
         self.retry_after = retry_after
+
+
+def innermost(known: Mapping[str, T], path: str) -> T | None:
+    """What *known* says about the key at *path* (``"scheduler.policy"``), or about the innermost one around it."""
+    while path not in known and path:
+        path = path.rpartition(".")[0]
+    return known.get(path)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

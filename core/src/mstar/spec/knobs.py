@@ -23,7 +23,7 @@ from pydantic import (
 
 from mstar.spec.errors import RequestError, nearest
 
-__all__ = ["Finite", "Knobs", "SamplingKnobs", "validate_knobs"]
+__all__ = ["Finite", "Knobs", "SamplingKnobs", "TextOptions", "option_faults", "validate_knobs"]
 
 
 def _finite(value: Any) -> Any:
@@ -92,6 +92,16 @@ class SamplingKnobs(Knobs):
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.", strict=True)
 
 
+class TextOptions(Knobs):
+    """The deployment's options (``model_kwargs``) of every model whose processor is
+    :class:`~mstar.processing.chat.TextProcessor`. A family with further ones subclasses it."""
+
+    max_tokens: int | None = Field(
+        None, ge=2, description="Longest prompt and answer together; default: what the model allows.", strict=True
+    )
+    default_max_tokens: int = Field(1024, ge=1, description="Longest answer to a request that names none.", strict=True)
+
+
 K = TypeVar("K", bound="Knobs")
 
 
@@ -115,13 +125,24 @@ def validate_knobs(cls: type[K], values: dict[str, Any], *, where: str = "") -> 
     return knobs
 
 
+def option_faults(cls: type[Knobs], values: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is wrong with a deployment's *values* for *cls*: every fault, as (option's path, sentence)."""
+    try:
+        cls.model_validate(values)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        names = [".".join(str(part) for part in fault["loc"]) for fault in faults]
+        return [(name, _explain(cls, name, fault)) for name, fault in zip(names, faults, strict=True)]
+    return []
+
+
 def _code(fault: Any) -> str:
     return "unknown_parameter" if fault["type"] == "extra_forbidden" else "invalid_value"
 
 
 def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}{nearest(name, cls.model_fields)}"
+        return f"unknown parameter {name!r}{nearest(name, cls.model_fields) or '; there are none'}"
     choices = _choices(cls.model_fields[name].annotation) if name in cls.model_fields else []
     if choices and fault["type"] in ("literal_error", "enum"):
         return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"

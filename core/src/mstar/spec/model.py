@@ -50,6 +50,9 @@ class ModelSpec:
     :param model: ``"module:Class"`` of the :class:`mstar.nn.model.Model`; imported by a worker only.
     :param processor: ``"module:Class"`` of the :class:`mstar.spec.processor.Processor`; imported by the API side.
     :param knobs: the model's request parameters.
+    :param options: what the deployment's ``model_kwargs`` may hold, in the same form; default: nothing. Model and
+        processor get what the deployment says, checked. Models of :class:`~mstar.processing.chat.TextProcessor` have
+        :class:`~mstar.spec.knobs.TextOptions`.
     :param inputs: modalities that a request may bring. :param outputs: those that it may ask for.
     :param abilities: OpenAI surfaces (and ``generate``) that the processor can prepare.
     :param deployment: defaults of the deployment file, as a mapping (or ``"package:file.yaml"``).
@@ -73,5 +76,6 @@ class ModelSpec:
     outputs: tuple[str, ...] = ("text",)
     deployment: Mapping[str, Any] | str = field(default_factory=dict)
     size: int | None = None
+    options: type[Knobs] = Knobs
     tiny: str | None = None
     examples: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "Amount",
     "Cancel",
     "Done",
     "Emit",
@@ -112,12 +113,21 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
-class Usage(msgspec.Struct, kw_only=True):
-    """What the request cost. *output* (of a stop string's end also *input*) counts items per modality; *cached* the
-    prompt's items that were not computed; *queued_s* and *run_s* are seconds before and after admission."""
+Amount = int | float
 
-    input: dict[str, int] = {}
-    output: dict[str, int] = {}
+
+class Usage(msgspec.Struct, kw_only=True):
+    """What the request cost; *queued_s* and *run_s* are seconds before and after admission.
+
+    A worker counts in *output* the ``tokens`` that language models generated, heard by the client or not, and the items
+    of every other modality that went out. A client is told ``audio_seconds``, ``images`` and ``frames`` of videos
+    instead, and in *input* ``tokens`` of the prompt, ``audio_seconds``, ``pixels`` of images and ``frames``.
+
+    :param cached: the prompt's items that were not computed.
+    """
+
+    input: dict[str, Amount] = {}
+    output: dict[str, Amount] = {}
     cached: int = 0
     queued_s: float = 0.0
     run_s: float = 0.0

@@ -20,7 +20,11 @@ from mstar.spec.request import Cancel, Done, Emit, Event, Failed
 from mstar.testing.examples import Example, task_for
 from mstar.worker.core import Worker
 
-__all__ = ["Driver", "collect", "miniature_registry"]
+__all__ = ["Driver", "RestlessError", "collect", "miniature_registry"]
+
+
+class RestlessError(AssertionError):
+    """A worker that goes on and on."""
 
 
 class _Keyed(Protocol):
@@ -77,7 +81,12 @@ class Driver:
 
     def submit(self, request: str, example: Example, **task: Any) -> None:
         """Submit *example*; what its client sends during the request follows at once."""
-        self.worker.submit(self.prepare(request, example, **task).request)
+        self.submit_prepared(self.prepare(request, example, **task), example)
+
+    def submit_prepared(self, prepared: Prepared, example: Example) -> None:
+        """Submit what the processor made of *example*."""
+        request = prepared.request.id
+        self.worker.submit(prepared.request)
         for stream, part in example.appends:
             self.worker.push(self.processor.push(stream, part, request))
         for stream in self.live(example):
@@ -108,7 +117,7 @@ class Driver:
                 return
             if until():
                 return
-        raise AssertionError(f"the worker did not come to rest in {most} steps")
+        raise RestlessError(f"the worker did not come to rest in {most} steps")
 
     def result(self, request: str) -> Mapping[str, Any]:
         """What the streams of a request that ended well carried."""

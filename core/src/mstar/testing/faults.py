@@ -1,4 +1,4 @@
-"""Makes a worker's steps fail for chosen requests, in the middle of the forward pass."""
+"""Makes a worker's steps fail for chosen requests, in the middle of the forward pass; finds moments to interrupt."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from mstar.engine.base import Runner
-from mstar.engine.step import RowResult, Work
+from mstar.engine.engine import Flight
+from mstar.engine.step import Work
 from mstar.nn.node import Node, Step
 from mstar.testing.drive import Driver
 
-__all__ = ["Boom", "FaultyRunner", "doom"]
+__all__ = ["Boom", "FaultyRunner", "doom", "watch_cuts"]
 
 
 class Boom(RuntimeError):
@@ -62,11 +63,26 @@ def doom(driver: Driver, doomed: set[str], at: int | None = None) -> FaultyRunne
     engine = driver.worker.engine
     runner = FaultyRunner(engine.runner, at)
     engine.runner = runner
-    plain = engine._step
+    plain = engine._launch
 
-    def step(work: Sequence[Work]) -> list[RowResult]:
+    def launch(work: Sequence[Work]) -> Flight:
         runner.armed = any(w.call.run.request.id in doomed for w in work)
         return plain(work)
 
-    engine._step = step  # type: ignore[method-assign]
+    engine._launch = launch  # type: ignore[method-assign]
     return runner
+
+
+def watch_cuts(driver: Driver) -> set[str]:
+    """The requests that have a call of which only some chunks are computed; kept up to date."""
+    engine, cut = driver.worker.engine, set[str]()
+    plain = engine._launch
+
+    def launch(work: Sequence[Work]) -> Flight:
+        flight = plain(work)
+        for w in work:
+            (cut.discard if w.complete else cut.add)(w.call.run.request.id)
+        return flight
+
+    engine._launch = launch  # type: ignore[method-assign]
+    return cut

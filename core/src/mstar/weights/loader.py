@@ -12,7 +12,7 @@ from mstar.spec.errors import WeightsError, nearest
 from mstar.weights.checkpoint import Checkpoint
 from mstar.weights.names import Placement, WeightMap
 
-__all__ = ["Progress", "load"]
+__all__ = ["Progress", "load", "mismatches"]
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all) as the loading goes on."""
@@ -38,15 +38,11 @@ def load(
         shape differs (promise P11).
     """
     checkpoint = Checkpoint(folder)
-    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(module))
-    faults = [
-        *_unfilled(targets, weightmap, checkpoint),
-        *_unused(weightmap, checkpoint),
-    ] or _mismatched(targets, weightmap, checkpoint)
+    faults = _faults(_targets(module), weightmap, checkpoint)
     if faults:
         raise WeightsError(f"the weights in {folder} do not match the model:\n  " + "\n  ".join(faults))
     _materialise(module, weightmap, device, dtype)
-    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(module))
+    targets = _targets(module)
     total = sum(checkpoint.tensors[place.published].nbytes for place in weightmap.placements)
     report = progress or (lambda done, total: None)
     with torch.no_grad():
@@ -55,6 +51,27 @@ def load(
             lambda done: report(done, total),
         )
     module.eval()
+
+
+def mismatches(module: nn.Module, weightmap: WeightMap, folder: Path) -> list[str]:
+    """What :func:`load` would raise for, as lines of text: parameters that nothing fills, tensors that nothing uses,
+    those of the wrong shape or type. Reads only the headers of the files in *folder*.
+
+    :raises WeightsError: the checkpoint is incomplete or damaged.
+    """
+    return _faults(_targets(module), weightmap, Checkpoint(folder))
+
+
+def _faults(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    return [
+        *_unfilled(targets, weightmap, checkpoint),
+        *_unused(weightmap, checkpoint),
+        *_mismatched(targets, weightmap, checkpoint),
+    ]
+
+
+def _targets(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(_persistent_buffers(module))
 
 
 def _persistent_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
@@ -103,8 +120,11 @@ def _spare(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
 
 
 def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+    """Of those that are there on both sides."""
     faults = []
     for place in weightmap.placements:
+        if place.published not in checkpoint.tensors or place.target not in targets:
+            continue
         info, want = checkpoint.tensors[place.published], _rows(targets[place.target], place)
         if info.shape != tuple(want.shape):
             faults.append(f"{place.published} in {info.file.name} is {list(info.shape)}, expected {list(want.shape)}")

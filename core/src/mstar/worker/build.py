@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -20,11 +21,13 @@ from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
+from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
-from mstar.spec.errors import DeploymentError, SetupError, nearest
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.memory import MemoryPlan, free_memory
 
@@ -40,9 +43,17 @@ __all__ = [
     "pick_device",
     "pick_dtype",
     "placement_faults",
+    "reserved_bytes",
+    "runner_name",
 ]
 
 log = logging.getLogger(__name__)
+
+_GRAPHS_RESERVE = 3 << 29
+"""1.5 GiB of a GPU for what comes after the pools when steps are captured: the graphs' private memory, workspaces of
+attention and matrix products, activations of the largest step."""
+_PLAIN_RESERVE = 1 << 28
+"""0.25 GiB: the same without graphs."""
 
 
 @dataclass
@@ -51,30 +62,55 @@ class Built:
     plan: Plan
     resources: dict[str, Resource]
     nodes: dict[str, Node]
+    stage: Stage
     device: torch.device
     dtype: torch.dtype
 
 
 def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
-    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change."""
+    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
+    family's own code raises."""
+    spec = registry.model(config.key)
+    try:
+        return _build(config, spec, registry, on_phase)
+    except MstarError:
+        raise
+    except Exception as error:
+        what = f"the worker of {spec.key!r} could not be built"
+        fault = family_fault(what, error, (spec.model, spec.processor))
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
     deployment = config.deployment
     device = pick_device(deployment.device)
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and deployment.engine.threads is not None:
         torch.set_num_threads(deployment.engine.threads)
     weights = None if config.weights is None else Path(config.weights)
-    model = make_model(registry.model(config.key), weights, deployment, device, dtype)
+    model = make_model(spec, weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
-        raise DeploymentError(faults)
+        raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
+    stage = Stage(device)
     memory = memory_plan(
-        declared, plan, deployment, registry, device, dtype, free=free_memory(device), weights_bytes=weights_bytes
+        declared,
+        plan,
+        deployment,
+        registry,
+        stage,
+        dtype,
+        free=free_memory(device),
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserved_bytes(deployment, device),
     )
     made = {
         name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
@@ -82,7 +118,7 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
     }
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
-    return Built(model, plan, resources, nodes, device, dtype)
+    return Built(model, plan, resources, nodes, stage, device, dtype)
 
 
 def make_model(
@@ -113,6 +149,18 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
             raise SetupError(f"dtype {name!r} is not supported{nearest(name, known)}")
         return known[name]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def runner_name(deployment: Deployment, device: torch.device) -> str:
+    """The engine's runner: as the deployment says, else captured graphs on a GPU."""
+    return deployment.engine.runner or ("graphs" if device.type == "cuda" else "eager")
+
+
+def reserved_bytes(deployment: Deployment, device: torch.device) -> int:
+    """Bytes of *device* that no pool may take, for what is allocated after them. The CPU's share leaves enough."""
+    if device.type != "cuda":
+        return 0
+    return _GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE
 
 
 Faults = list[tuple[str, str]]
@@ -164,7 +212,7 @@ def memory_plan(
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
-    device: torch.device,
+    stage: Stage,
     dtype: torch.dtype,
     *,
     free: int | None,
@@ -177,7 +225,7 @@ def memory_plan(
         declared,
         plan,
         deployment,
-        device,
+        stage,
         dtype,
         backends,
         free=free,
@@ -209,33 +257,60 @@ def _load_nodes(
     on_phase: Callable[[Phase], None],
 ) -> tuple[dict[str, Node], int]:
     """The nodes, and the bytes of their weights as loaded."""
-    nodes: dict[str, Node] = {}
+    maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
+    nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
+    for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
+        raise SetupError(fault)
+    mapped = {name: found for name, found in maps.items() if found is not None}
+    size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
+    size += sum(_tensor_bytes(node) for name, node in nodes.items() if name not in mapped)
+    return {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}, size
+
+
+def _tensor_bytes(node: Node) -> int:
+    return sum(tensor.nbytes for tensor in (*node.parameters(), *node.buffers()))
+
+
+def _build_node(model: Model, name: str, on_meta: bool) -> Node:
+    if not on_meta:
+        return model.build(name)
+    with torch.device("meta"):
+        return model.build(name)
+
+
+def _load_weights(
+    nodes: Mapping[str, Node],
+    maps: Mapping[str, Any],
+    weights: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_phase: Callable[[Phase], None],
+) -> int:
+    """Fill the nodes that have published weights; returns their bytes. What does not match is told for all of them,
+    before any is read."""
+    from mstar.weights.loader import load, mismatches  # models without weights need no safetensors
+
+    if weights is None:
+        raise SetupError(f"node {next(iter(maps))!r} needs weights and none were given; pass --weights DIR")
+    faults = [
+        f"node {name!r}: {line}" if line[0] != " " else line
+        for name, found in maps.items()
+        for line in mismatches(nodes[name], found, weights)
+    ]
+    if faults:
+        raise WeightsError(f"the weights in {weights} do not match the model:\n  " + "\n  ".join(faults))
     size = 0
-    for spec in plan.graph.nodes:
-        weight_map = model.weights(spec.name)
-        if weight_map is None:
-            node = model.build(spec.name).to(device)
-        else:
-            if weights is None:
-                raise SetupError(f"node {spec.name!r} needs weights and none were given; pass --weights DIR")
+    for name, found in maps.items():
 
-            def report(done: int, total: int, name: str = spec.name) -> None:
-                share = done / total if total else 1.0
-                detail = f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"
-                on_phase(Phase(name="weights", progress=share, detail=detail))
+        def report(done: int, total: int, name: str = name) -> None:
+            share = done / total if total else 1.0
+            on_phase(Phase(name="weights", progress=share, detail=f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"))
 
-            with torch.device("meta"):
-                node = model.build(spec.name)
-            from mstar.weights.loader import load  # models without weights need no safetensors
-
-            load(node, weight_map, weights, device, dtype, report)
-        size += sum(tensor.nbytes for tensor in (*node.parameters(), *node.buffers()))
-        if weight_map is not None and device.type == "cpu":
-            prepare_cpu(node)  # after counting: what is packed lies outside of the parameters
-        for fault in node_faults(spec, node):
-            raise SetupError(fault)
-        nodes[spec.name] = node.eval().requires_grad_(False)
-    return nodes, size
+        load(nodes[name], found, weights, device, dtype, report)
+        size += _tensor_bytes(nodes[name])
+        if device.type == "cpu":
+            prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters
+    return size
 
 
 def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:

@@ -1,7 +1,12 @@
 """The worker: requests in, events out, one step at a time.
 
 One thread owns a worker and calls it; executors bring commands in and carry events out (:mod:`mstar.cluster`). The loop
-is plain and synchronous: choose a batch, run it, route its outputs. It is the oracle for any overlapped loop.
+is plain: choose a batch, launch it, land it, route its outputs.
+
+*Look-ahead* (``engine.lookahead``) puts the next batch's launch before the landing, so that the device always has a
+step to go on with: calls that will follow unless a loop ends are foreseen (:meth:`RequestRun.foresee`) and launched;
+where the loop ended, the step that should not have been is retracted. What a client sees is the same; the plain loop is
+the oracle of the overlapped one.
 """
 
 from __future__ import annotations
@@ -12,18 +17,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.engine.engine import Engine
+from mstar.engine.device import raise_if_lost
+from mstar.engine.engine import Engine, Flight
 from mstar.engine.step import RowResult, Work
+from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun, RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner
 from mstar.scheduler.base import Batch, Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
+from mstar.spec.deployment import Deployment
 from mstar.spec.errors import RequestError, TooBusy
-from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push, Usage
+from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
-from mstar.worker.build import build
+from mstar.worker.build import build, runner_name
 from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
 
@@ -55,6 +65,22 @@ class _Live:
     siblings: list[_Live] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Handle:
+    """Where a call is: the scheduler's item and, once launched, its step."""
+
+    item: Item
+    flight: Flight | None = None
+    index: int = 0
+    void: bool = False
+
+
+def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
+    """Whether a worker launches a step before the one before has landed: as the deployment says, else on a GPU."""
+    ahead = deployment.engine.lookahead
+    return device.type == "cuda" if ahead is None else ahead
+
+
 class Worker:
     """One model on one rank. See :class:`mstar.cluster.base.Executor` for how it is driven.
 
@@ -74,24 +100,42 @@ class Worker:
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
             deployment.scheduler, group_limits=lambda group: limits.get(group[0])
         )
-        runner = registry.runner(deployment.engine.runner)(deployment.engine)
-        runner.prepare(built.nodes)
+        runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
         self.engine = Engine(
             built.nodes,
             built.resources,
             runner,
             self._owner,
+            built.stage,
             built.device,
             built.dtype,
             self._step_done if self.observers.watched("mstar_step_done") else None,
         )
+        self._prepare(on_phase)
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
+        self._lookahead = looks_ahead(deployment, built.device)
+        self._flights: list[Flight] = []
         self._live: dict[str, _Live] = {}
         self._timeouts: Deadlines[_Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
         self._next_check = time.monotonic()
         self._checked = False
+
+    def _prepare(self, on_phase: Callable[[Phase], None]) -> None:
+        """Capture, compile and warm up, before the first request."""
+        deployment = self.config.deployment
+        contexts = max((len(names) for names in self.plan.contexts.values()), default=1)
+        rows = min(deployment.scheduler.max_step_rows, deployment.max_concurrent_requests * contexts)
+
+        def report(done: int, total: int) -> None:
+            on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
+
+        self.engine.prepare(self.plan, rows, report)
+        status = self.engine.runner.status()
+        if status.get("graphs"):
+            size = status["graph_bytes"] / 2**20
+            log.info("captured %d graphs in %.1f s, %.0f MiB", status["graphs"], status["graph_seconds"], size)
 
     # --- commands -----------------------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
@@ -105,6 +149,7 @@ class Worker:
         except RequestError as error:
             self._refuse(request, error)
         except Exception as error:
+            raise_if_lost(error)
             log.exception("request %r could not be set up", request.id)
             self._refuse(request, error)
         else:
@@ -159,11 +204,17 @@ class Worker:
         if self.scheduler.waiting:
             self._start_requests(now)
         batch = self.scheduler.next(now)
-        if batch is None:
+        if batch is None and not self._flights:
             self._idle(now)
             return False
         self._checked = False
-        self._run(batch)
+        launched = [] if batch is None else self._launch(batch)
+        landing = self._flights if self._lookahead else launched
+        self._flights = launched if self._lookahead else []
+        for flight in landing:
+            self._land(flight)
+        for flight in self._flights:
+            self._foresee(flight)
         return True
 
     def events(self) -> list[Event]:
@@ -185,6 +236,7 @@ class Worker:
             "waiting": self.scheduler.waiting,
             "sessions": len(self.sessions),
             "steps": self.engine.steps,
+            "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "observer_failures": self.observers.report(),
         }
@@ -193,6 +245,7 @@ class Worker:
         """End every request with an error and free everything."""
         for live in list(self._live.values()):
             self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
+        self._flights.clear()
         self.sessions.close()
 
     # --- requests begin -----------------------------------------------------------------------------------------------
@@ -207,6 +260,7 @@ class Worker:
                 if not self.admission.reserve(live.request, live.holding):
                     return False
             except Exception as error:
+                raise_if_lost(error)
                 failed.append((live, error))
                 return True
             live.started = now
@@ -230,11 +284,13 @@ class Worker:
         self._guarded(live, live.run.start)
 
     def _guarded(self, live: _Live, action: Callable[[], None]) -> None:
-        """Run a route or a stream operation of *live*; what it raises ends that request only."""
+        """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
+        lost."""
         try:
             action()
             self._collect(live)
         except Exception as error:
+            raise_if_lost(error)
             if not isinstance(error, RequestError):
                 log.exception("request %r failed", live.request.id)
             self._fail(live, error)
@@ -242,6 +298,10 @@ class Worker:
     def _collect(self, live: _Live) -> None:
         """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
         run = live.run
+        if run.void:
+            void, run.void = run.void, []
+            for call in void:
+                self._drop(call)
         if run.ready:
             now = time.monotonic()
             ready, run.ready = run.ready, []
@@ -254,18 +314,18 @@ class Worker:
 
     def _offer(self, live: _Live, call: CallRun, now: float) -> None:
         entry = call.op.entry
-        self.scheduler.ready(
-            Item(
-                live.request.id,
-                call.group,
-                max(call.remaining, 1),
-                entry.chunk is not None,
-                call.decode,
-                live.run.deadline(call.partition.name, now),
-                live.request.priority,
-                call,
-            )
+        item = Item(
+            live.request.id,
+            call.group,
+            max(call.remaining, 1),
+            entry.chunk is not None,
+            call.decode,
+            live.run.deadline(call.partition.name, now),
+            live.request.priority,
+            call,
         )
+        call.handle = _Handle(item)
+        self.scheduler.ready(item)
 
     def _reuse_prefix(self, live: _Live, call: CallRun) -> None:
         """Let the call skip the head of its tokens that all of its resources already hold."""
@@ -288,33 +348,73 @@ class Worker:
         call.done = live.cached = skipped
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def _run(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch) -> list[Flight]:
         work = []
         for item, tokens in zip(batch.items, batch.tokens, strict=True):
             call: CallRun = item.payload
             tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
             work.append(Work(call, call.done, tokens, call.done + tokens >= call.length))
-        results = self.engine.run(work)
-        for w, result in zip(work, results, strict=True):
-            live = self._live.get(w.call.run.request.id)
-            if live is None:
-                continue  # ended by an earlier row of this very step
-            if isinstance(result, Exception):
-                self._fail(live, result)
-            else:
-                self._advance(live, w, result)
+        flights = self.engine.launch(work)
+        now = time.monotonic()
+        for flight in flights:
+            if flight.failure is None:
+                for index, w in enumerate(flight.work):
+                    self._launched(flight, index, w, now)
+        return flights
 
-    def _advance(self, live: _Live, w: Work, result: RowResult) -> None:
+    def _launched(self, flight: Flight, index: int, w: Work, now: float) -> None:
         call = w.call
+        live = self._live[call.run.request.id]
+        call.handle.flight, call.handle.index = flight, index
         call.done += w.tokens
         call.chunks += 1
-        if result.outputs is None:
-            self._offer(live, call, time.monotonic())
-            return
-        outputs, logprobs = result.outputs, result.logprobs
-        if live.fresh and call.op.entry.prefix:
+        if not w.complete:
+            self._offer(live, call, now)
+        elif live.fresh and call.op.entry.prefix:
             self._end_fresh(live)
+
+    def _land(self, flight: Flight) -> None:
+        results = self.engine.land(flight)
+        for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
+            live = self._live.get(w.call.run.request.id)
+            if live is None or live.run is not w.call.run or w.call.handle.void:
+                continue  # it has ended, or this step should not have been
+            if isinstance(result, Exception):
+                self._fail(live, result)
+                continue
+            self.engine.learn(flight, index)
+            if w.complete:
+                self._complete(live, w.call, result)
+
+    def _complete(self, live: _Live, call: CallRun, result: RowResult) -> None:
+        outputs, logprobs = result.outputs, result.logprobs
+        assert outputs is not None
         self._guarded(live, lambda: live.run.complete(call, outputs, logprobs))
+
+    def _foresee(self, flight: Flight) -> None:
+        """Make ready what will follow the calls of *flight*, which still runs."""
+        if flight.outcome is None:
+            return
+        now = time.monotonic()
+        for w, result in zip(flight.work, flight.outcome.results, strict=True):
+            live = self._live.get(w.call.run.request.id)
+            if live is None or live.run is not w.call.run or result.outputs is None or w.call.handle.void:
+                continue
+            call = live.run.foresee(w.call, result.outputs, self._may_foresee)
+            if call is not None:
+                self._offer(live, call, now)
+
+    def _may_foresee(self, op: CallOp) -> bool:
+        return all(self.resources[name].speculates for name in op.entry.resources)
+
+    def _drop(self, call: CallRun) -> None:
+        """*call* was foreseen and is not to be."""
+        handle: _Handle = call.handle
+        handle.void = True
+        if handle.flight is None:
+            self.scheduler.drop(handle.item)
+        elif handle.flight.failure is None:
+            self.engine.retract(handle.flight, handle.index)
 
     def _end_fresh(self, live: _Live) -> None:
         """The prompt is computed (or never will be): siblings may go on."""
@@ -366,10 +466,13 @@ class Worker:
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()
         started = live.started if live.started is not None else now
-        output: dict[str, int] = {}
+        output: dict[str, Amount] = {}
         for stream in live.run.out.values():
             modality = stream.spec.modality
             output[modality] = output.get(modality, 0) + stream.items
+        # What language models made, also for a codec; a transducer's tokens are in its stream only.
+        if generated := sum(live.run.generated.values()):
+            output["tokens"] = max(generated, output.get("tokens", 0))
         return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
 
     def _expire(self, now: float) -> None:

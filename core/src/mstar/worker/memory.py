@@ -18,6 +18,7 @@ from mstar.graph.program import Plan
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.slotted import SlotResource
+from mstar.resources.staging import Stage
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.resources import ResourceSpec
@@ -42,6 +43,7 @@ class MemoryPlan:
     """Makes the pools of a model within the memory of its device.
 
     :param plan: the compiled graph, which says how many contexts a request opens in each resource.
+    :param stage: of the worker; it says which device.
     :param free: bytes free once the weights are there; ``None``: not known, nothing is refused.
     :param weights_bytes: what the weights take, to be told beside the rest.
     :param reserve_bytes: of *free*, for what is allocated after the pools: graphs, workspaces.
@@ -52,7 +54,7 @@ class MemoryPlan:
         declared: Mapping[str, ResourceSpec],
         plan: Plan,
         deployment: Deployment,
-        device: torch.device,
+        stage: Stage,
         dtype: torch.dtype,
         backends: Sequence[Any],
         *,
@@ -61,13 +63,13 @@ class MemoryPlan:
         reserve_bytes: int = 0,
     ):
         self._declared, self._plan, self._deployment = declared, plan, deployment
-        self._device, self._dtype, self._backends = device, dtype, backends
+        self._stage, self._dtype, self._backends = stage, dtype, backends
         self._free, self._weights, self._reserve = free, weights_bytes, reserve_bytes
         unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
         self.order = (*(name for name in declared if name not in unsized), *unsized)
         """The resources in the order in which they must be made."""
         self._waiting, self._sharers = unsized, len(unsized)
-        default = _GPU_FRACTION if device.type == "cuda" else _CPU_FRACTION
+        default = _GPU_FRACTION if stage.device.type == "cuda" else _CPU_FRACTION
         self._fraction = deployment.engine.memory_fraction or default
         self._unshared = 0
         self._pools: dict[str, Resource] = {}
@@ -89,7 +91,8 @@ class MemoryPlan:
 
     def _context(self, name: str) -> ResourceContext:
         memory = self._budget(name)
-        return ResourceContext(self._device, self._dtype, self._owners(name), memory, self._backends)
+        owners = self._owners(name)
+        return ResourceContext(self._stage.device, self._dtype, owners, memory, self._backends, stage=self._stage)
 
     def _contexts(self, name: str) -> int:
         return len(self._plan.contexts.get(name, ())) or 1
@@ -128,7 +131,7 @@ class MemoryPlan:
             rows.append(("free", max(0, self._free - taken), ""))
         wide = max((len(name) for name, _, _ in rows), default=0)
         lines = [f"  {name:<{wide}}  {bytes_in_words(size):>7}  {note}".rstrip() for name, size, note in rows]
-        return "\n".join([f"memory of {self._device}:", *lines])
+        return "\n".join([f"memory of {self._stage.device}:", *lines])
 
     def _refusal(self, name: str, error: DoesNotFit) -> str:
         settings = [*error.settings, *(() if self._free is None else self._other_settings(name, error, self._free))]

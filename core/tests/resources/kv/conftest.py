@@ -7,8 +7,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(params=["torch_sdpa", "numba_cpu"])
+@pytest.fixture(params=["torch_sdpa", "numba_cpu", "flashinfer"])
 def attention_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fake_flashinfer
     import kv_reference
 
+    if request.param == "flashinfer":
+        fake_flashinfer.install(monkeypatch)
+        monkeypatch.setattr("mstar.resources.attention.flashinfer_plans._LONG", 4)  # small steps use fa3 too
     monkeypatch.setattr(kv_reference, "backend_in_use", request.param)

@@ -8,19 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.resources.attention import AttentionBackend, AttentionNeed
+from mstar.resources.attention.flashinfer import FlashInferAttention
 from mstar.resources.attention.numba_cpu import NumbaAttention
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import Owner, Resource, ResourceContext, Row
+from mstar.resources.staging import Stage
 
-BACKENDS: dict[str, type[TorchAttention | NumbaAttention]] = {"torch_sdpa": TorchAttention, "numba_cpu": NumbaAttention}
+
+class FlashInferOnCPU(FlashInferAttention):
+    """On the stand-in, which takes any dtype and head size."""
+
+    def supports(self, need: AttentionNeed) -> str | None:
+        return None
+
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "torch_sdpa": TorchAttention,
+    "numba_cpu": NumbaAttention,
+    "flashinfer": FlashInferOnCPU,
+}
 backend_in_use = "torch_sdpa"
 """Set by the fixture in ``conftest.py``, which runs a module's tests with every backend."""
 
 
 def make_context(max_owners: int = 8, memory: int | None = None, dtype: torch.dtype = torch.float32) -> ResourceContext:
-    return ResourceContext(
-        torch.device("cpu"), dtype, max_owners, memory, [BACKENDS[backend_in_use](), TorchAttention()]
-    )
+    backends = [BACKENDS[backend_in_use](), TorchAttention()]
+    return ResourceContext(torch.device("cpu"), dtype, max_owners, memory, backends, stage=Stage("cpu"))
 
 
 def reference(

@@ -9,6 +9,7 @@ from kv_reference import reference
 
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, numba_cpu
 from mstar.resources.attention.numba_cpu import NumbaAttention
+from mstar.resources.staging import Stage
 
 TOKENS, PAGE = 512, 16
 
@@ -35,7 +36,7 @@ def queries(rows: int, dtype: torch.dtype) -> torch.Tensor:
 def test_decode_equals_the_reference(dtype: torch.dtype, window: int | None, starts: tuple[int, ...]) -> None:
     memory, rows = filled(dtype), batch(*starts)
     q = queries(len(starts), dtype)
-    got = NumbaAttention().plan_kv(memory, rows).attend(0, q, None, None, window=window)
+    got = NumbaAttention().plan_kv(memory, rows, Stage("cpu"), "kv").attend(0, q, None, None, window=window)
     places = (rows.tables[:, :, None] * PAGE + np.arange(PAGE)).reshape(len(starts), -1)
     for row, start in enumerate(starts):
         k, v = memory.data[0, :, torch.from_numpy(places[row, : start + 1])].double()
@@ -47,12 +48,12 @@ def test_decode_equals_the_reference(dtype: torch.dtype, window: int | None, sta
 def test_a_row_is_the_same_to_the_bit_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, backend, q = filled(torch.float32), NumbaAttention(), queries(5, torch.float32)
     starts, threads = (159, 140, 77, 100, 5), torch.get_num_threads()
-    among = backend.plan_kv(memory, batch(*starts)).attend(0, q, None, None)
-    alone = backend.plan_kv(memory, batch(*starts[:1])).attend(0, q[:1], None, None)
+    among = backend.plan_kv(memory, batch(*starts), Stage("cpu"), "kv").attend(0, q, None, None)
+    alone = backend.plan_kv(memory, batch(*starts[:1]), Stage("cpu"), "kv").attend(0, q[:1], None, None)
     monkeypatch.setattr(numba_cpu, "_SHARED", 0)  # share even this little
     try:
         torch.set_num_threads(2)
-        shared = backend.plan_kv(memory, batch(*starts)).attend(0, q, None, None)
+        shared = backend.plan_kv(memory, batch(*starts), Stage("cpu"), "kv").attend(0, q, None, None)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(among[:1], alone)

@@ -4,6 +4,10 @@ import pytest
 import torch
 from kv_reference import Driver, make_context
 
+from mstar.nn import ops
+from mstar.nn.config import RopeConfig
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotary
 from mstar.resources.base import IntegrityError, Owner, Row
 from mstar.resources.paged_kv import PagedKV
 from mstar.spec import resources as specs
@@ -47,6 +51,27 @@ def test_mixed_prefill_and_decode_equal_the_reference(windows: tuple[int | None,
     run.step([Row(A, 1), Row(C, 1), Row(B, 3), Row(D, 17)])
     run.step([Row(A, 4), Row(C, 4), Row(B, 4), Row(D, 9)])
     resource.check([A, B, C, D])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fused_heads_are_attended_to_like_q_k_and_v(frozen: bool) -> None:
+    resource, twin = make(windows=(3, None)), make(windows=(3, None))
+    rotary, norms = Rotary(8, RopeConfig(theta=100.0)), HeadNorms(torch.rand(8), torch.rand(8), 1e-6)
+    for held in (resource, twin):
+        start(held, A, B)
+    for rows in ([Row(A, 5), Row(B, 2)], [Row(A, 1), Row(B, 1)]):
+        views = [held.plan(rows, frozen) for held in (resource, twin)]
+        rotation = rotary(views[0].positions, torch.float32)
+        for layer in range(2):
+            heads = torch.randn(len(views[0].positions), 10, 8)
+            q, k = ops.add_rms_norm(heads[:, :6], None, norms.q, 1e-6), heads[:, 6:8]
+            q, k = rotation.apply(q), rotation.apply(ops.add_rms_norm(k, None, norms.k, 1e-6))
+            wanted = views[1].attend(layer, q, k, heads[:, 8:].clone())
+            got = views[0].attend_heads(layer, heads, 6, rotation, norms)
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+        for held in (resource, twin):
+            held.commit(rows, frozen)
+    assert torch.allclose(resource.memory.data, twin.memory.data, atol=1e-6)
 
 
 @pytest.mark.parametrize("windows", [(), (4, 9)])
@@ -211,8 +236,8 @@ def test_growing_past_the_promise_changes_nothing() -> None:
 def test_sizing() -> None:
     assert make(max_owners=3).capacity() == 72
     token = 2 * 2 * 2 * 8 * 4
-    assert make(memory=token * 100).capacity() == 25
-    with pytest.raises(SetupError, match=r"max_tokens=96 needs 24 pages.*holds 20 pages.*memory budget"):
+    assert make(memory=token * 100).capacity() == 24  # and the page of padding rows
+    with pytest.raises(SetupError, match=r"max_tokens=96 needs 24 pages.*holds 19 pages.*memory budget"):
         make(memory=token * 80)
     with pytest.raises(SetupError, match="tokens=64"):
         make(tokens=64)

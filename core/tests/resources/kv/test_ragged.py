@@ -12,6 +12,8 @@ from mstar.spec import resources as specs
 from mstar.spec.errors import MstarError, SetupError
 from mstar.spec.request import EngineRequest
 
+pytestmark = pytest.mark.usefixtures("attention_backend")
+
 A, B = Owner("A"), Owner("B")
 
 

@@ -25,6 +25,7 @@ SOUND = replace(
     processor=PROCESSORS + "Sound",
     outputs=("text",),
 )
+LEAKS = ("leaky_state", "cut_state", "failing_state")
 WEIGHTS = (WeightsRef("hub", "someone/something", "0123456789abcdef"),)
 
 
@@ -44,6 +45,20 @@ class Unenforced(MiniKnobs):
 
 class BadDefault(MiniKnobs):
     steps: int = Field(40, ge=1, le=9, description="Steps.")
+
+
+class Greedy(MiniKnobs):
+    """More by default than one request may hold."""
+
+    max_tokens: int | None = 300
+
+
+class Shifted(MiniKnobs):
+    shift: int = Field(0, ge=0, le=9, description="Added to every token.")
+
+
+class Idle(MiniKnobs):
+    steps: int = Field(4, ge=1, le=9, description="Steps.")
 
 
 class Lenient(MiniKnobs):
@@ -90,6 +105,7 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("wrong_target", processor=PROCESSORS + "Sund"),
         _weighted("unpinned", weights=(WeightsRef("hub", "someone/something"),)),
         _model("wrong_ability", processor=PROCESSORS + "NoChat"),
+        _model("other_id", processor=PROCESSORS + "OtherId"),
         _model("wrong_outputs", outputs=("audio",)),
         # knobs
         _model("undescribed", knobs=Undescribed),
@@ -97,8 +113,17 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("unenforced", knobs=Unenforced),
         _model("bad_default", knobs=BadDefault),
         _model("lenient", knobs=Lenient),
+        _model("unread_knob", knobs=Idle),
+        _model("default_too_large", knobs=Greedy),
+        _model("default_too_long", knobs=Greedy, processor=PROCESSORS + "Short"),
+        # what cannot be served
+        _model("ignores_media", processor=PROCESSORS + "IgnoresMedia"),
+        _model("raises_on_bad_input", processor=PROCESSORS + "Raises"),
+        _model("names_no_field", processor=PROCESSORS + "NamesNoField"),
+        _model("fails_on_no_text", "FailsOnShort", processor=PROCESSORS + "TakesEmpty"),
         # graph and deployment
         _model("bad_graph", "BadGraph"),
+        _model("fickle_graph", "FickleGraph"),
         _model("bad_deployment", deployment={"max_concurent_requests": 3}),
         _model("bad_resources", deployment={**SOUND.deployment, "resources": {"kvv": {"tokens": 9}}}),  # type: ignore[dict-item]
         _model("wrong_dtype", "WrongDtype"),
@@ -114,7 +139,13 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("forgets_chunks", "ForgetsChunks"),
         _model("ignores_seed", "Flat", processor=PROCESSORS + "NoSeed"),
         _model("swallows_errors", "SwallowsErrors"),
+        _model("first_rows_knob", "FirstRowsKnob", knobs=Shifted),
+        _model("mixes_phases", "MixesPhases"),
+        _model("asks_for_too_little", "AsksForTooLittle"),
+        _model("never_ends", "NeverEnds"),
         _model("leaks", "Leaks"),
+        _model("leaks_when_cut", "LeaksWhenCut"),
+        _model("leaks_on_error", "LeaksOnError"),
         _model("silent", "Silent"),
         _model("crashes", "Crashes"),
         _model("breaks_off", processor=PROCESSORS + "Breaks"),
@@ -123,4 +154,4 @@ def mstar_models() -> Sequence[ModelSpec]:
 
 @hookimpl
 def mstar_resources() -> dict[str, str]:
-    return {"leaky_state": MODELS + "LeakyState"}
+    return {kind: MODELS + "".join(map(str.title, kind.split("_"))) for kind in LEAKS}

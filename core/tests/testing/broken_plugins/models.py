@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mstar.nn.model import Demand
 from mstar.nn.node import Node, Step
-from mstar.resources.base import Owner
+from mstar.resources.base import Owner, Row
 from mstar.resources.recurrent import RecurrentStateResource
-from mstar.spec.graph import Call, Graph, NodeSpec, Port
+from mstar.spec.graph import Call, Graph, Loop, NodeSpec, Param, Port, WhenTrue
+from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState, ResourceSpec
 from mstar.testing.miniatures.catalog import VOCAB
-from mstar.testing.miniatures.text import Chat, SumNode, context_sums, generate, token_logits
+from mstar.testing.miniatures.text import LM_CALL, Chat, SumNode, context_sums, generate, token_logits
 from mstar.weights.checkpoint import Checkpoint
 from mstar.weights.names import WeightMap
 
@@ -67,6 +69,17 @@ class BadGraph(Chat):
     def graph(self) -> Graph:
         call = Call("lm", outputs={"tokn": "token"}, emit={"token": "text"})
         return replace(super().graph(), walks={"generate": generate(call, {"ids": "promt"})})
+
+
+class FickleGraph(Chat):
+    """Another stream capacity each time it is asked."""
+
+    asked = 0
+
+    def graph(self) -> Graph:
+        self.asked += 1
+        graph = super().graph()
+        return replace(graph, streams=(replace(graph.streams[0], capacity=4096 + self.asked),))
 
 
 class _WithStatistics(Chat):
@@ -149,6 +162,89 @@ class ForgetsChunks(Chat):
         return _Forgetting()
 
 
+class _PhaseNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        prompts = max(step.lengths) > 1
+        decoding = torch.tensor(step.lengths).eq(1) & step["positions"].positions[step.last].gt(0)
+        token = (context_sums(step, ids)[step.last] + (decoding & prompts)) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class MixesPhases(Chat):
+    """A decode beside a prompt in the same step comes out wrong."""
+
+    def build(self, node: str) -> Node:
+        return _PhaseNode()
+
+
+class _ShiftNode(SumNode):
+    def forward(self, step: Step, ids: Tensor, shift: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        token = (context_sums(step, ids)[step.last] + shift[0]) % VOCAB
+        return {"token": step["sampler"].sample(token_logits(token))}
+
+
+class FirstRowsKnob(Chat):
+    """Takes a knob of the first row for all rows."""
+
+    def graph(self) -> Graph:
+        graph = super().graph()
+        (entry,) = graph.nodes[0].entries
+        entry = replace(entry, inputs=(*entry.inputs, Port("shift", "int64", (), "stacked")))
+        walk = generate(LM_CALL, {"shift": Param("shift")})
+        return replace(graph, nodes=(NodeSpec("lm", (entry,)),), walks={"generate": walk})
+
+    def build(self, node: str) -> Node:
+        return _ShiftNode()
+
+
+class _ShortNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        if bool((step["positions"].positions + 1 < 2)[step.last].any()):
+            raise IndexError("no second token")
+        return super().forward(step, ids)
+
+
+class FailsOnShort(Chat):
+    """Trips over a prompt of one token."""
+
+    def build(self, node: str) -> Node:
+        return _ShortNode()
+
+
+class AsksForTooLittle(Chat):
+    """Forgets the answer when it says what it needs."""
+
+    def demand(self, request: EngineRequest) -> Iterable[Demand]:
+        yield Demand("kv", tokens=len(request.inputs["prompt"]))
+
+
+class _EndlessNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        done = torch.zeros(step.rows, dtype=torch.bool)
+        return {"token": ids[step.last], "done": done}
+
+
+class NeverEnds(Chat):
+    """Waits for a word that its node never says."""
+
+    def graph(self) -> Graph:
+        graph = super().graph()
+        (entry,) = graph.nodes[0].entries
+        done = Port("done", "bool", (), "stacked")
+        entry = replace(entry, outputs=(*entry.outputs, done), resources=(), prefix=False)
+        call = Call("lm", inputs={"ids": "prompt"}, outputs={"done": "done"}, emit={"token": "text"})
+        return replace(graph, nodes=(NodeSpec("lm", (entry,)),), walks={"generate": Loop(call, WhenTrue("done"))})
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {}
+
+    def demand(self, request: EngineRequest) -> Iterable[Demand]:
+        return ()
+
+    def build(self, node: str) -> Node:
+        return _EndlessNode()
+
+
 class _FlatNode(SumNode):
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         token = context_sums(step, ids)[step.last] % VOCAB
@@ -192,8 +288,56 @@ class LeakyState(RecurrentStateResource):
         self._open.discard(owner)
 
 
+class CutSpec(LeakySpec):
+    kind: ClassVar[str] = "cut_state"
+
+
+class CutState(RecurrentStateResource):
+    """Never gives back the slot of a request that ends between two chunks of its prompt."""
+
+    kind = "cut_state"
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._cut: set[Owner] = set()
+
+    def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        super().commit(rows, frozen)
+        self._cut -= {row.owner for row in rows if row.complete}
+        self._cut |= {row.owner for row in rows if not row.complete}
+
+    def close(self, owner: Owner) -> None:
+        if owner not in self._cut:
+            super().close(owner)
+
+
+class FailingSpec(LeakySpec):
+    kind: ClassVar[str] = "failing_state"
+
+
+class FailingState(RecurrentStateResource):
+    """Never gives back the slot of a request whose step failed."""
+
+    kind = "failing_state"
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self._failed: set[Owner] = set()
+
+    def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
+        super().rollback(rows, frozen)
+        if len(rows) == 1:  # halved until the one at fault is alone
+            self._failed.add(rows[0].owner)
+
+    def close(self, owner: Owner) -> None:
+        if owner not in self._failed:
+            super().close(owner)
+
+
 class Leaks(Chat):
     """Uses a resource that leaks."""
+
+    state: ClassVar[ResourceSpec] = LeakySpec()
 
     def graph(self) -> Graph:
         graph = super().graph()
@@ -202,7 +346,15 @@ class Leaks(Chat):
         return replace(graph, nodes=(NodeSpec("lm", (entry,)),))
 
     def resources(self) -> Mapping[str, ResourceSpec]:
-        return {**super().resources(), "state": LeakySpec()}
+        return {**super().resources(), "state": self.state}
+
+
+class LeaksWhenCut(Leaks):
+    state = CutSpec()
+
+
+class LeaksOnError(Leaks):
+    state = FailingSpec()
 
 
 class Silent(Chat):

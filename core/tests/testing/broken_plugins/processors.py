@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import msgspec
+import numpy as np
 
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import Prepared, Renderer
 from mstar.spec.request import Emit
-from mstar.spec.tasks import ChatTask, Task
-from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer
+from mstar.spec.tasks import ChatTask, GenerateTask, Task
+from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer, encode, text_of
 
 
 class Sound(MiniProcessor):
@@ -27,6 +31,13 @@ class NoChat(Sound):
         return super().prepare(task, request_id)
 
 
+class OtherId(Sound):
+    """Gives the request an id of its own."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        return super().prepare(task, request_id + "x")
+
+
 class NoSeed(Sound):
     """Drops the request's seed."""
 
@@ -35,6 +46,49 @@ class NoSeed(Sound):
         sampling = {name: msgspec.structs.replace(p, seed=None) for name, p in prepared.request.sampling.items()}
         prepared.request.sampling = sampling
         return prepared
+
+
+class Short(Sound):
+    """Its context is shorter than what its knobs ask for."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        if task.knobs.max_tokens > 100:
+            raise RequestError("more than the context of 100 tokens", param="max_tokens")
+        return super().prepare(task, request_id)
+
+
+class IgnoresMedia(Sound):
+    """Drops what it cannot read without a word."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        if isinstance(task, GenerateTask):
+            task = replace(task, parts=())
+        return super().prepare(task, request_id)
+
+
+class Raises(Sound):
+    """Trips over a text without a word in it."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        _first_word = text_of(task).split()[0]
+        return super().prepare(task, request_id)
+
+
+class NamesNoField(Sound):
+    """Refuses, but does not say what."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        try:
+            return super().prepare(task, request_id)
+        except RequestError as error:
+            raise RequestError(str(error)) from None
+
+
+class TakesEmpty(Sound):
+    """Lets everything through."""
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        return {"prompt": np.array(encode(text_of(task) or "."), dtype=np.int64)}
 
 
 class Breaks(Sound):

@@ -1,4 +1,4 @@
-"""Adds a model that its README does not name."""
+"""Adds models that its README does not name, though a word that begins like the second one is there."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from mstar.spec.model import ModelSpec
 
 @hookimpl
 def mstar_models() -> Sequence[ModelSpec]:
-    return [replace(SOUND, key="wallflower")]
+    return [replace(SOUND, key="wallflower"), replace(SOUND, key="leak")]

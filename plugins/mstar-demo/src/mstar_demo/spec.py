@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from mstar.spec.knobs import Finite, SamplingKnobs
+from mstar.spec.knobs import Finite, SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
 
 __all__ = ["SMOLLM2", "SmolLM2Knobs"]
@@ -44,6 +44,7 @@ SMOLLM2 = ModelSpec(
     model="mstar_demo.model:SmolLM2",
     processor="mstar_demo.processor:SmolLM2Processor",
     knobs=SmolLM2Knobs,
+    options=TextOptions,
     abilities=("chat", "completion", "generate"),
     # enough for 32 answers of the default length; in bfloat16 about 1 GB when full, nothing before it is used
     deployment={

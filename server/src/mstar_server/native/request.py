@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,17 @@ from mstar_server.errors import validation_fault
 from mstar_server.media import decode_base64, decode_file, split_data_url
 from mstar_server.options import ServerOptions
 
-__all__ = ["GenerateBody", "NativeRequest", "Upload", "body_schema", "from_form", "from_json", "is_name", "make_task"]
+__all__ = [
+    "GenerateBody",
+    "NativeRequest",
+    "Upload",
+    "body_schema",
+    "from_form",
+    "from_json",
+    "is_name",
+    "make_task",
+    "unknown_field",
+]
 
 
 class FileBody(BaseModel):
@@ -68,6 +78,8 @@ class NativeRequest:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
     session: str | None = None
     stop: tuple[str, ...] = ()
+    stray: RequestError | None = None
+    """About the first field that no request has. It may be one of the model's knobs, which :func:`make_task` knows."""
 
 
 def body_schema() -> dict[str, Any]:
@@ -81,12 +93,10 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
     """A request from a decoded JSON object. Raises :class:`RequestError` that names the field at fault."""
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
-    for name in value:
-        if name not in GenerateBody.model_fields:
-            known = nearest(name, GenerateBody.model_fields)
-            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
+    stray = next((unknown_field(name) for name in value if name not in GenerateBody.model_fields), None)
+    known = {k: v for k, v in value.items() if k in GenerateBody.model_fields and v is not None}
     try:
-        body = GenerateBody.model_validate({k: v for k, v in value.items() if v is not None})
+        body = GenerateBody.model_validate(known)
     except ValidationError as error:
         raise validation_fault(error.errors(include_url=False), value) from None
     _check_kwargs_size(len(json.dumps(body.model_kwargs)), options)
@@ -94,7 +104,7 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
     return _checked(
         NativeRequest(
             body.model, body.text, uploads, tuple(body.output_modalities), body.streaming, body.model_kwargs,
-            body.session, _strings(body.stop),
+            body.session, _strings(body.stop), stray,
         ),
         options,
     )  # fmt: skip
@@ -111,10 +121,11 @@ async def from_form(form: FormData, options: ServerOptions) -> NativeRequest:
     """A request from a multipart or URL-encoded form."""
     uploads: list[Upload] = []
     fields: dict[str, list[str]] = {}
+    stray: RequestError | None = None
     for name, value in form.multi_items():
         if name not in GenerateBody.model_fields:
-            known = nearest(name, GenerateBody.model_fields)
-            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
+            stray = stray or unknown_field(name)
+            continue
         if isinstance(value, UploadFile) != (name == "files"):
             want = "a file" if name == "files" else "a text, not a file"
             raise RequestError(f"{name!r} must be {want}", param=name)
@@ -128,10 +139,16 @@ async def from_form(form: FormData, options: ServerOptions) -> NativeRequest:
         NativeRequest(
             _single(fields, "model"), _single(fields, "text") or "", tuple(uploads), tuple(filter(None, modalities)),
             _boolean(_single(fields, "streaming")), _json_object(_single(fields, "model_kwargs"), options),
-            _single(fields, "session"), tuple(fields.get("stop", ())),
+            _single(fields, "session"), tuple(fields.get("stop", ())), stray,
         ),
         options,
     )  # fmt: skip
+
+
+def unknown_field(name: str, fields: Iterable[str] = GenerateBody.model_fields, where: str = "") -> RequestError:
+    """The error for a field *name* that is none of *fields*."""
+    message = f"unknown parameter {where + name!r}{nearest(name, fields)}"
+    return RequestError(message, param=where + name, code="unknown_parameter")
 
 
 def _single(fields: Mapping[str, Sequence[str]], name: str) -> str | None:
@@ -194,6 +211,8 @@ def make_task(
     request: NativeRequest, spec: ModelSpec, options: ServerOptions, live: Sequence[str] = ()
 ) -> GenerateTask:
     """The task for *spec*'s model. Decodes the files: call it in a thread when there are any."""
+    if request.stray is not None:
+        raise _misplaced(request.stray, spec)
     for word in request.output_modalities:
         if word not in spec.outputs:
             message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
@@ -208,6 +227,18 @@ def make_task(
         parts=tuple(_part(upload, spec, options) for upload in request.uploads),
         live=tuple(live),
     )
+
+
+def _misplaced(stray: RequestError, spec: ModelSpec) -> RequestError:
+    """*stray*, or where its field belongs if that is, or nearly is, one of the model's knobs."""
+    name, knobs = stray.param or "", spec.knobs.model_fields
+    if name in knobs:
+        message = f'{name!r} is a knob of {spec.key!r}: put it in model_kwargs, as {{"{name}": …}}'
+    elif "did you mean" not in stray.message and "did you mean" in (near := nearest(name, knobs)):
+        message = f"unknown parameter {name!r}{near} That is a knob: put it in model_kwargs"
+    else:
+        return stray
+    return RequestError(message, param=name, code=stray.code)
 
 
 def _part(upload: Upload, spec: ModelSpec, options: ServerOptions) -> Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ import numpy as np
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.tasks import Text
 from mstar_server.media import array_from
-from mstar_server.native.request import GenerateBody, NativeRequest, from_json, is_name
+from mstar_server.native.request import GenerateBody, NativeRequest, from_json, is_name, unknown_field
 from mstar_server.options import ServerOptions
 
 __all__ = ["Append", "Follow", "Opening", "parse_follow", "parse_message", "parse_opening"]
 
 _FOLLOW = ("id", "append", "end_input", "cancel")
-_OPENING = (*(name for name in GenerateBody.model_fields if name != "streaming"), "live", "end_input", "append", "id")
+_OPENING = (*(name for name in GenerateBody.model_fields if name != "streaming"), "live", *_FOLLOW[:-1])
 _DTYPES = ("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
@@ -62,13 +62,13 @@ def parse_message(text: str) -> dict[str, Any]:
 
 
 def parse_opening(message: Mapping[str, Any], options: ServerOptions) -> Opening:
-    _known(message, _OPENING)
-    body = {name: value for name, value in message.items() if name in GenerateBody.model_fields}
+    stray = next((unknown_field(name, _OPENING) for name in message if name not in _OPENING), None)
+    body = {name: value for name, value in message.items() if name in GenerateBody.model_fields and name in _OPENING}
     live = message.get("live", [])
     if not (isinstance(live, list) and all(isinstance(name, str) for name in live)):
         raise RequestError("'live' must be a list of stream names", param="live")
     follow = parse_follow({name: message[name] for name in ("append", "end_input") if name in message})
-    return Opening(from_json(body, options), tuple(live), follow)
+    return Opening(replace(from_json(body, options), stray=stray), tuple(live), follow)
 
 
 def parse_follow(message: Mapping[str, Any]) -> Follow:
@@ -107,6 +107,4 @@ def _append(stream: str, value: Any) -> Append:
 def _known(message: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:
     for name in message:
         if name not in names:
-            raise RequestError(
-                f"unknown field {where + name!r}{nearest(name, names)}", param=where + name, code="unknown_parameter"
-            )
+            raise unknown_field(name, names, where)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar import __version__
+from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import TextDelta
@@ -42,10 +43,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
-    if any(isinstance(message.content, list) for message in body.messages):
-        tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
-    else:
-        tasks = adapter.tasks(body)
+    with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
+        if any(isinstance(message.content, list) for message in body.messages):
+            tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
+        else:
+            tasks = adapter.tasks(body)
     _check_choices(service, len(tasks))
     head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.spec.key, fingerprint(service.spec))
     token_bytes = token_bytes_of(service.processor) if body.logprobs else None

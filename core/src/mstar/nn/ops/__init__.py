@@ -1,14 +1,16 @@
 """The operations between matrix products, one call each, so that a device's fused kernels have a place to plug in.
 
 Layers call these functions only. Each picks an implementation by where its tensors are: numba kernels on the CPU
-(:mod:`mstar.nn.ops.cpu`) if numba is installed and works here, else plain torch (:mod:`mstar.nn.ops.reference`), which
-says what each operation means.
+(:mod:`mstar.nn.ops.cpu`) if numba is installed and works here, Triton kernels on CUDA (:mod:`mstar.nn.ops.cuda`,
+:mod:`mstar.nn.ops.cuda_sampling`) if Triton is installed, else plain torch (:mod:`mstar.nn.ops.reference`), which says
+what each operation means.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -16,10 +18,26 @@ import torch
 from torch import Tensor
 
 from mstar.nn.ops import reference
+from mstar.nn.ops.reference import HeadNorms
 
-__all__ = ["add_rms_norm", "cpu_kernels_fault", "rotate", "silu_mul", "store_rows"]
+__all__ = [
+    "HeadNorms",
+    "Sample",
+    "add_rms_norm",
+    "cpu_kernels_fault",
+    "cuda_kernels_fault",
+    "fused_sample",
+    "rotate",
+    "rotate_store",
+    "rotation",
+    "silu_mul",
+    "store_rows",
+]
 
 log = logging.getLogger(__name__)
+
+Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
+""":func:`mstar.nn.ops.cuda_sampling.sample`."""
 
 
 @cache
@@ -48,8 +66,41 @@ def _on_cpu() -> ModuleType:
     return cpu
 
 
+@cache
+def cuda_kernels_fault() -> str | None:
+    """Why the Triton kernels cannot be used, or ``None``. They are compiled at their first use, once a machine."""
+    try:
+        import mstar.nn.ops.cuda
+        import mstar.nn.ops.cuda_sampling  # noqa: F401
+    except ImportError as error:
+        fault = f"{error.name} cannot be imported: {error}"
+        log.warning("CUDA: plain torch operations are used, which are several times slower between products: %s", fault)
+        return fault
+    return None
+
+
+@cache
+def _on_cuda() -> ModuleType:
+    if cuda_kernels_fault() is not None:
+        return reference
+    from mstar.nn.ops import cuda
+
+    return cuda
+
+
 def _ops(x: Tensor) -> ModuleType:
-    return _on_cpu() if x.is_cpu and x.dtype is not torch.float16 else reference
+    if x.is_cpu:
+        return _on_cpu() if x.dtype is not torch.float16 else reference
+    return _on_cuda() if x.is_cuda else reference
+
+
+def fused_sample(device: torch.device) -> Sample | None:
+    """Sampling in few kernels, for logits on *device*; ``None`` where :mod:`mstar.nn.sampling` is what there is."""
+    if device.type != "cuda" or cuda_kernels_fault() is not None:
+        return None
+    from mstar.nn.ops import cuda_sampling
+
+    return cuda_sampling.sample
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -72,6 +123,34 @@ def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
     :returns: ``[N, turning, head_dim]``, which may be a view of *heads*, overwritten.
     """
     return _ops(heads).rotate(heads, turning, cos, sin)  # type: ignore[no-any-return]
+
+
+def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """*scale* × cosine and sine of ``positions × inverse``, computed in float32, as *dtype* ``[N, 1, size]``.
+
+    :param positions: integers ``[N]``. :param inverse: float32 ``[size]``, radians per position.
+    """
+    return _ops(inverse).rotation(positions, inverse, scale, dtype)  # type: ignore[no-any-return]
+
+
+def rotate_store(
+    heads: Tensor,
+    q_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    keys: Tensor | None,
+    values: Tensor | None,
+    places: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate queries and keys, and put keys and values where attention reads them.
+
+    :param heads: ``[N, q_heads + 2 * kv_heads, head_dim]``: queries, keys, values; may be overwritten.
+    :param norms: applied before the rotation. :param cos: and *sin*: see :class:`mstar.nn.rotary.Rotation`.
+    :param keys: and *values*, *places*: as in :func:`store_rows`; without *places* nothing is stored.
+    :returns: q, k and v ``[N, heads of each, head_dim]``, rotated where they are to be; they may be views of *heads*.
+    """
+    return _ops(heads).rotate_store(heads, q_heads, cos, sin, norms, keys, values, places)  # type: ignore[no-any-return]
 
 
 def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tensor) -> None:

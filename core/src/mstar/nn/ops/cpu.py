@@ -8,7 +8,9 @@ from torch import Tensor
 from mstar.nn.ops import kernels, reference
 from mstar.nn.ops.jit import float_bits
 
-__all__ = ["add_rms_norm", "rotate", "silu_mul", "store_rows"]
+__all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+
+rotation = reference.rotation  # once a step: torch's own kernels will do
 
 _KERNELS = {torch.float32: 0, torch.bfloat16: 1}
 _SHARED = 1 << 15
@@ -88,3 +90,6 @@ def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tenso
         v_stride,
         tokens,
     )
+
+
+rotate_store = reference.composed(add_rms_norm, rotate, store_rows)

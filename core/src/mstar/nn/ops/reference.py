@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "rotate", "silu_mul", "store_rows"]
+__all__ = ["HeadNorms", "add_rms_norm", "composed", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+
+RotateStore = Callable[
+    [Tensor, int, Tensor, Tensor, "HeadNorms | None", Tensor | None, Tensor | None, Tensor | None],
+    tuple[Tensor, Tensor, Tensor],
+]
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over each head of q and of k: weights ``[head_dim]`` and the epsilon that both use."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -35,3 +51,45 @@ def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tenso
     shape = (places.shape[0], keys.shape[1])
     keys.index_copy_(0, places, k.reshape(shape).to(keys.dtype))
     values.index_copy_(0, places, v.reshape(shape).to(values.dtype))
+
+
+def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(positions.to(torch.float32), inverse).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos.mul_(scale), sin.mul_(scale)
+    return cos.to(dtype), sin.to(dtype)
+
+
+def composed(
+    norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor],
+    turn: Callable[[Tensor, int, Tensor, Tensor], Tensor],
+    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+) -> RotateStore:
+    """``rotate_store`` as a sequence of these three operations."""
+
+    def rotate_store(
+        heads: Tensor,
+        q_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None,
+        keys: Tensor | None,
+        values: Tensor | None,
+        places: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        turning = (q_heads + heads.shape[1]) // 2  # q and k in one go: same operation, same angles
+        v = heads[:, turning:]
+        if norms is not None:
+            q, k = heads[:, :q_heads], heads[:, q_heads:turning]
+            heads = torch.cat((norm(q, None, norms.q, norms.eps), norm(k, None, norms.k, norms.eps)), 1)
+        turned = turn(heads, turning, cos, sin)
+        q, k = turned[:, :q_heads], turned[:, q_heads:]
+        if keys is not None and values is not None and places is not None:
+            store(keys, values, places, k, v)
+        return q, k, v
+
+    return rotate_store
+
+
+rotate_store = composed(add_rms_norm, rotate, store_rows)

@@ -8,6 +8,7 @@ and captured CUDA graphs want: a backend may keep static buffers per plan and re
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from mstar.resources.attention.memory import KVMemory
+from mstar.resources.staging import Stage
 from mstar.spec.errors import SetupError, nearest
 
 __all__ = ["AttentionBackend", "AttentionNeed", "KVBatch", "KVPlan", "RaggedPlan", "pick_backend"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class AttentionNeed:
 
     :param mode: ``kv`` (attention over a :class:`KVMemory`) or ``ragged`` (within the rows of a step).
     :param page_size: tokens per page of the tables (1 for rings). :param windows: the sliding windows in use.
+    :param kv_dtype: of the keys and values in the memory; ``None``: that of the queries.
     """
 
     mode: Literal["kv", "ragged"]
@@ -39,6 +44,7 @@ class AttentionNeed:
     head_dim: int
     page_size: int = 1
     windows: frozenset[int] = frozenset()
+    kv_dtype: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +60,7 @@ class KVBatch:
         none.
     :param sink: the first *sink* tokens are seen through any window.
     :param gaps: tokens that are missing from the table after the first *sink* ones (a ring that has forgotten them).
+    :param most_pages: as wide as *tables* can become; what a lane keeps room for. 0: no wider than it is.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -63,6 +70,7 @@ class KVBatch:
     step_kv: Literal["written", "beside", "none"] = "written"
     sink: int = 0
     gaps: npt.NDArray[np.int64] | None = None
+    most_pages: int = 0
 
 
 class KVPlan(abc.ABC):
@@ -106,14 +114,21 @@ class AttentionBackend(abc.ABC):
 
     name: str = ""
     priority: int = 0
+    capturable: bool = False
+    """Whether a plan made on a :class:`~mstar.resources.staging.Lane` can be refilled for the replays of a graph: one
+    query a row, ``step_kv`` ``written`` or ``none``."""
 
     @abc.abstractmethod
     def supports(self, need: AttentionNeed) -> str | None:
         """``None`` if it can serve *need*, else the reason why not, in words for the operator."""
 
     @abc.abstractmethod
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
-        """Plan one step over *memory*."""
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
+        """Plan one step over *memory*.
+
+        :param stage: what the plan needs on the device goes through it, under keys that begin with *key*. On a lane the
+            plan is the same object in each step.
+        """
 
     @abc.abstractmethod
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
@@ -123,19 +138,22 @@ class AttentionBackend(abc.ABC):
 def pick_backend(
     backends: Sequence[AttentionBackend], need: AttentionNeed, forced: str | None = None
 ) -> AttentionBackend:
-    """The backend of highest priority that supports *need*, or the one named *forced*.
+    """The backend of highest priority that supports *need*, or the one named *forced*. On a GPU the log says why those
+    of higher priority are not used.
 
     :raises SetupError: none does; the message lists each backend with its reason.
     """
     names = [backend.name for backend in backends]
     if forced is not None and forced not in names:
         raise SetupError(f"attention backend {forced!r} is not installed{nearest(forced, names)}")
-    reasons = []
+    reasons: list[str] = []
     for backend in sorted(backends, key=lambda backend: -backend.priority):
         if forced is not None and backend.name != forced:
             continue
         reason = backend.supports(need)
         if reason is None:
+            if reasons and need.device.type != "cpu":
+                log.warning("attention backend %s is used: %s", backend.name, "; ".join(reasons))
             return backend
         reasons.append(f"{backend.name}: {reason}")
     listed = "\n  ".join(reasons) or "(no backend is installed)"

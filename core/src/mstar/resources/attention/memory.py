@@ -63,6 +63,10 @@ class KVMemory:
         """Put *k*, *v* ``[N, kv_heads, head_dim]`` at *places* int64 ``[N]`` of *layer*."""
         ops.store_rows(self._keys[layer], self._values[layer], places, k, v)
 
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """*layer*'s keys and values, ``[tokens, kv_heads * head_dim]`` each."""
+        return self._keys[layer], self._values[layer]
+
     def keys_at(self, layer: int) -> int:
         """Address of *layer*'s keys, for kernels that read the memory by themselves."""
         return self._addresses[layer]

@@ -17,6 +17,7 @@ from mstar.nn.ops import cpu_kernels_fault
 from mstar.resources.attention.base import AttentionBackend, AttentionNeed, KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention
+from mstar.resources.staging import Stage
 
 if TYPE_CHECKING:
     from mstar.nn.ops.jit import Kernel
@@ -49,12 +50,12 @@ class NumbaAttention(AttentionBackend):
             import mstar.resources.attention.cpu_kernels  # noqa: F401  # compiles them now, not in the first step
         return fault
 
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         plain = batch.step_kv == "written" and batch.sink == 0 and batch.gaps is None and memory.dtype in _DTYPES
         decodes = _leading_ones(batch.lengths) if plain else 0
         if not decodes:
-            return self._torch.plan_kv(memory, batch)
-        return _NumbaKVPlan(self._torch, memory, batch, decodes)
+            return self._torch.plan_kv(memory, batch, stage, key)
+        return _NumbaKVPlan(self._torch, memory, batch, decodes, stage, key)
 
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
         return self._torch.plan_ragged(lengths)
@@ -68,7 +69,7 @@ def _leading_ones(lengths: np.ndarray) -> int:
 class _NumbaKVPlan(KVPlan):
     """The first *decodes* rows have one query each; the others are the torch backend's."""
 
-    def __init__(self, backend: TorchAttention, memory: KVMemory, batch: KVBatch, decodes: int):
+    def __init__(self, backend: TorchAttention, memory: KVMemory, batch: KVBatch, decodes: int, stage: Stage, key: str):
         from mstar.nn.ops.jit import float_bits
         from mstar.resources.attention.cpu_kernels import decode_kernels
 
@@ -84,7 +85,9 @@ class _NumbaKVPlan(KVPlan):
         # With rows enough for all threads, one work item is a row, whose keys are read in one stream.
         self._heads = memory.kv_heads if decodes >= 2 * threads or not self._parallel else 1
         self._whole: KVPlan | None = None
-        self._rest = backend.plan_kv(memory, _without(batch, decodes)) if decodes < len(batch.lengths) else None
+        self._stage, self._key = stage, key
+        rest = decodes < len(batch.lengths)
+        self._rest = backend.plan_kv(memory, _without(batch, decodes), stage, key) if rest else None
 
     def attend(
         self,
@@ -100,7 +103,7 @@ class _NumbaKVPlan(KVPlan):
     ) -> Tensor:
         if softcap is not None or q.dtype is not self._memory.dtype or q.stride()[1:] != (q.shape[2], 1):
             if self._whole is None:
-                self._whole = self._backend.plan_kv(self._memory, self._batch)
+                self._whole = self._backend.plan_kv(self._memory, self._batch, self._stage, self._key)
             return self._whole.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
         out = q.new_empty(q.shape)
         self._decode(layer, q, out, window, q.shape[2] ** -0.5 if scale is None else scale)

@@ -20,6 +20,7 @@ from torch import Tensor
 from mstar.resources.attention.base import AttentionBackend, AttentionNeed, KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.layout import Group, Layout, build_layout
 from mstar.resources.attention.memory import KVMemory
+from mstar.resources.staging import Stage
 
 __all__ = ["TorchAttention"]
 
@@ -43,7 +44,7 @@ class TorchAttention(AttentionBackend):
             return f"{need.query_heads} query heads are not a multiple of {need.kv_heads} key heads"
         return None
 
-    def plan_kv(self, memory: KVMemory, batch: KVBatch) -> KVPlan:
+    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return _TorchKVPlan(self, memory, batch)
 
     def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:

@@ -19,13 +19,14 @@ from mstar.testing.conformance.ends import EndChecks
 from mstar.testing.conformance.graphs import GraphChecks
 from mstar.testing.conformance.http import HttpChecks
 from mstar.testing.conformance.plugins import PluginChecks
+from mstar.testing.conformance.requests import RequestChecks
 from mstar.testing.conformance.specs import SpecChecks
 from mstar.testing.conformance.weights import WeightsChecks
 
 __all__ = ["FamilyConformance", "PluginConformance"]
 
 
-class FamilyConformance(SpecChecks, GraphChecks, WeightsChecks, BatchChecks, EndChecks, HttpChecks):
+class FamilyConformance(SpecChecks, GraphChecks, WeightsChecks, RequestChecks, BatchChecks, EndChecks, HttpChecks):
     """All checks of one model.
 
     :cvar key: the model. :cvar plugin: module of its plugin, if that is not installed.

@@ -52,6 +52,15 @@ class BatchChecks:
         mstar_model.check_same(driver, asked, "in a batch with other requests")
         mstar_model.check_empty(driver, "a batch of requests ended")
 
+    def test_mixed_knobs(self, mstar_model: Subject) -> None:
+        """Each request of a batch has its own knobs, whatever the others have set."""
+        driver = mstar_model.driver()
+        asked = mstar_model.mixed(_REQUESTS, seed=47)
+        for request, example in asked.items():
+            driver.submit(request, example)
+        driver.run()
+        mstar_model.check_same(driver, asked, "in a batch with requests of other knobs")
+
     def test_late_arrivals(self, mstar_model: Subject) -> None:
         """Requests that join a running batch change nothing for those in it."""
         driver = mstar_model.driver()

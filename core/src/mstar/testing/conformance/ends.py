@@ -8,7 +8,8 @@ import pytest
 
 from mstar.spec.request import Done, Failed
 from mstar.testing.conformance.subject import Subject, fail, quiet
-from mstar.testing.faults import doom
+from mstar.testing.drive import Driver
+from mstar.testing.faults import doom, watch_cuts
 
 __all__ = ["EndChecks"]
 
@@ -26,15 +27,30 @@ class EndChecks:
         asked = mstar_model.examples(_REQUESTS, seed=50 + seed)
         for request, example in asked.items():
             driver.submit(request, example)
-        for victim in rng.sample(sorted(asked), _REQUESTS // 2):
+        for _ in range(_REQUESTS // 2):
             driver.run(until=lambda: rng.random() < 0.4)
-            driver.cancel(victim)
-            driver.take()
-            if victim not in driver.ended:
-                fail(f"{mstar_model.spec.key!r}: a cancelled request went on (promise P10)")
+            running = sorted(asked.keys() - driver.ended.keys())
+            if not running:
+                break
+            _cancel(driver, rng.choice(running))
         driver.run()
         mstar_model.check_same(driver, asked, "because other requests were cancelled")
         mstar_model.check_empty(driver, "requests were cancelled at random points")
+
+    def test_cancel_between_chunks(self, mstar_model: Subject) -> None:
+        """Cancelled while half of its prompt is computed: it frees everything, and the others go on unchanged."""
+        driver = mstar_model.driver(scheduler={"max_step_tokens": 3})
+        cut = watch_cuts(driver)
+        asked = mstar_model.examples(_REQUESTS, seed=55)
+        for request, example in asked.items():
+            driver.submit(request, example)
+        for _ in range(_REQUESTS // 2):
+            driver.run(until=lambda: bool(cut - driver.ended.keys()))
+            for victim in cut - driver.ended.keys():
+                _cancel(driver, victim)
+        driver.run()
+        mstar_model.check_same(driver, asked, "because other requests were cancelled between two chunks")
+        mstar_model.check_empty(driver, "requests were cancelled between two chunks of their prompts")
 
     @pytest.mark.parametrize("steps", [0, 1, 4])
     def test_close(self, mstar_model: Subject, steps: int) -> None:
@@ -87,3 +103,10 @@ class EndChecks:
         others = {request: example for request, example in asked.items() if request not in doomed}
         mstar_model.check_same(driver, others, "because another request of its batch failed")
         mstar_model.check_empty(driver, "requests failed")
+
+
+def _cancel(driver: Driver, request: str) -> None:
+    driver.cancel(request)
+    driver.take()
+    if request not in driver.ended:
+        fail(f"{driver.spec.key!r}: a cancelled request went on (promise P10)")

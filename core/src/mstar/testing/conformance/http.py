@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,6 +23,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
 from mstar.testing.conformance.knob_values import bad_values
 from mstar.testing.conformance.subject import Subject, fail
+from mstar.testing.conformance.uploads import chat_content, files, unsendable
 from mstar.testing.examples import Example, draw_examples
 
 __all__ = ["HttpChecks"]
@@ -42,10 +43,10 @@ class HttpChecks:
                     unserved.append(f"{ability}: this server has no route {route or 'for it'} yet")
                 elif ability not in _ROUND_TRIPS:
                     unserved.append(f"{ability}: the suite has no sample request for {route} yet")
+                elif reason := unsendable(example.parts):
+                    unserved.append(f"{ability}: {reason}")
                 elif ability == "generate" and server.live(example):
                     _live(server, example)
-                elif ability == "chat" and example.parts:
-                    unserved.append("chat: the sample request has media parts, which the suite cannot send there")
                 else:
                     _ROUND_TRIPS[ability](server, route, example)
             server.check_idle("requests over HTTP ended")
@@ -55,19 +56,35 @@ class HttpChecks:
     def test_bad_requests(self, mstar_model: Subject) -> None:
         """Wrong knobs and fields are answered 400 with the field's name, before anything is scheduled."""
         spec = mstar_model.spec
-        if "generate" not in spec.abilities:
-            pytest.skip(f"{spec.key!r} is not served on /generate")
         (example,) = draw_examples(spec, 1, seed=82)
+        if reason := unsendable(example.parts):
+            pytest.skip(f"{spec.key!r}: {reason}")
         with _serving(mstar_model) as server:
-            for name, value, why in (*bad_values(spec.knobs), ("no_such_knob", 1, "unknown")):
-                body = _generate_body(spec, example)
-                body["model_kwargs"][name] = value
-                server.check_refused(body, name, f"{name}={json.dumps(value)[:60]}, which is {why}")
-            for field, wrong in (("text", 7), ("model_kwargs", "x"), ("output_modalities", [1]), ("nonsense", 1)):
-                server.check_refused({**_generate_body(spec, example), field: wrong}, field, f"{field}={wrong!r}")
-            server.check_refused({**_generate_body(spec, example), "model": spec.key + "x"}, "model", "a wrong model")
+            asked = [ability for ability in ("generate", "chat") if ability in spec.abilities]
+            if not asked:
+                pytest.skip(f"{spec.key!r} is served neither on /generate nor on /v1/chat/completions")
+            for ability in asked:
+                _refusals(server, ability, example)
             if server.status()["steps"]:
                 fail(f"{spec.key!r}: a request that was refused had been scheduled already")
+
+
+def _refusals(server: _Server, ability: str, example: Example) -> None:
+    """Send what must be refused on *ability*'s route."""
+    route, spec = server.routes[ability], server.spec
+    body = _generate_body(spec, example) if ability == "generate" else _chat_body(spec, example)
+    for name, value, why in (*bad_values(spec.knobs), ("no_such_knob", 1, "unknown")):
+        knobs = {"model_kwargs": {**body["model_kwargs"], name: value}} if ability == "generate" else {name: value}
+        server.check_refused(route, {**body, **knobs}, name, f"{name}={json.dumps(value)[:60]}, which is {why}")
+    for field, wrong in _WRONG[ability]:
+        server.check_refused(route, {**body, field: wrong}, field, f"{field}={wrong!r}")
+    server.check_refused(route, {**body, "model": spec.key + "x"}, "model", "a wrong model")
+
+
+_WRONG: Mapping[str, Sequence[tuple[str, Any]]] = {
+    "generate": (("text", 7), ("model_kwargs", "x"), ("output_modalities", [1]), ("files", [7]), ("nonsense", 1)),
+    "chat": (("messages", []), ("messages", "x"), ("messages", [{"role": "nobody", "content": "x"}]), ("nonsense", 1)),
+}
 
 
 class _Server:
@@ -88,14 +105,14 @@ class _Server:
             fail(f"{self.spec.key!r}: POST {route} was answered {answer.status_code}: {answer.text}\n  body: {body}")
         return answer
 
-    def check_refused(self, body: dict[str, Any], field: str, what: str) -> None:
-        answer = self.client.post("/generate", json=body)
+    def check_refused(self, route: str, body: dict[str, Any], field: str, what: str) -> None:
+        answer = self.client.post(route, json=body)
         if answer.status_code == 200:
-            fail(f"{self.spec.key!r}: POST /generate accepts {what}")
+            fail(f"{self.spec.key!r}: POST {route} accepts {what}")
         error = answer.json()["error"]
         if not 400 <= answer.status_code < 500 or field not in (error["param"] or ""):
             fail(
-                f"{self.spec.key!r}: POST /generate with {what} was answered {answer.status_code} with param "
+                f"{self.spec.key!r}: POST {route} with {what} was answered {answer.status_code} with param "
                 f"{error['param']!r}; it should be a 4xx that names {field!r}: {error['message']}"
             )
 
@@ -136,9 +153,9 @@ def _serving(subject: Subject) -> Iterator[_Server]:
 
 
 def _generate_body(spec: ModelSpec, example: Example) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": spec.key, "text": example.text, "model_kwargs": dict(example.knobs)}
     if example.parts:
-        pytest.skip(f"{spec.key!r}: the sample request has media parts, which the suite does not upload yet")
-    body = {"model": spec.key, "text": example.text, "model_kwargs": dict(example.knobs)}
+        body["files"] = files(example.parts)
     return {**body, "output_modalities": list(example.want)} if example.want else body
 
 
@@ -156,9 +173,13 @@ def _generate(server: _Server, route: str, example: Example) -> None:
         fail(f"{server.spec.key!r}: POST {route} gives {', '.join(sorted(missing))} whole, but not when streamed")
 
 
+def _chat_body(spec: ModelSpec, example: Example) -> dict[str, Any]:
+    message = {"role": "user", "content": chat_content(example.text, example.parts)}
+    return {"model": spec.key, "messages": [message], **example.knobs}
+
+
 def _chat(server: _Server, route: str, example: Example) -> None:
-    message = {"role": "user", "content": example.text}
-    body = {"model": server.spec.key, "messages": [message], **example.knobs}
+    body = _chat_body(server.spec, example)
     choice = server.post(route, body).json()["choices"][0]
     if not isinstance(choice["message"]["content"], str) or choice["finish_reason"] not in ("stop", "length"):
         fail(f"{server.spec.key!r}: POST {route} answered no text with a finish reason: {choice}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mstar.spec.knobs import Knobs
 
-__all__ = ["BadValue", "bad_values", "options_of", "unbounded"]
+__all__ = ["BadValue", "bad_values", "options_of", "unbounded", "vary"]
 
 _NUMBERS = ("integer", "number")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
@@ -50,6 +51,34 @@ def unbounded(cls: type[Knobs]) -> Iterator[str]:
                 yield f"{name!r}: a text without a limit: give Field(max_length=…) or a Literal of the valid words"
             elif kind == "array" and "maxItems" not in option:
                 yield f"{name!r}: a list without a limit: give Field(max_length=…)"
+
+
+def vary(cls: type[Knobs], name: str) -> list[Any]:
+    """A few valid values of knob *name* beside its default and not far above it, so that they cost little more. Empty
+    for what the schema says too little about."""
+    field = cls.model_fields[name]
+    found: list[Any] = []
+    for option in options_of(cls)[name]:
+        if "enum" in option or "const" in option:
+            found += option.get("enum", [])
+        elif option.get("type") == "boolean":
+            found += [True, False]
+        elif option.get("type") in _NUMBERS:
+            found += _near(option, 0 if field.is_required() or field.default is None else field.default)
+        elif option.get("type") == "string" and "pattern" not in option:
+            found.append("ab"[: option.get("maxLength", 2)])
+    return [value for value in found if field.is_required() or value != field.default]
+
+
+def _near(option: Mapping[str, Any], default: float) -> Iterator[Any]:
+    grid = option.get("multipleOf", 1 if option["type"] == "integer" else 0.25)
+    low, high = (option.get(bound, sign * math.inf) for bound, sign in (("minimum", -1), ("maximum", 1)))
+    above, below = option.get("exclusiveMinimum", -math.inf), option.get("exclusiveMaximum", math.inf)
+    for steps in (-2, -1, 1, 2):
+        value = default + steps * grid
+        value = low if low > value else min(value, high)
+        if above < value < below:
+            yield value
 
 
 def bad_values(cls: type[Knobs]) -> Iterator[BadValue]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ class PluginChecks:
             pytest.skip(f"plugin {mstar_plugin!r} is not used: see test_plugin_is_used")
         keys = models_of(mstar_registry, plugin)
         text, where = _readme(plugin)
-        missing = [key for key in keys if key not in text]
+        missing = [key for key in keys if not re.search(rf"(?<![\w-]){re.escape(key)}(?![\w-])", text)]
         if missing:
             fail(
                 f"plugin {plugin.name!r}: {where} does not name {', '.join(missing)}: say what each key serves, under "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,15 +24,16 @@ from mstar.resources.base import IntegrityError
 from mstar.runtime.opening import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import PluginError, nearest
+from mstar.spec.errors import PluginError, RequestError, nearest
 from mstar.spec.request import Done, Failed
-from mstar.testing.drive import Driver
+from mstar.testing.conformance.knob_values import vary
+from mstar.testing.drive import Driver, RestlessError
 from mstar.testing.examples import Example, draw_examples
 
 __all__ = ["Subject", "fail", "find_plugin", "models_of", "open_registry"]
 
 POOL_TOKENS = 4096
-"""Size of pools that the deployment leaves to the machine's memory."""
+"""The least size of pools that the deployment leaves to the machine's memory."""
 
 
 def fail(message: str) -> NoReturn:
@@ -78,13 +80,15 @@ def models_of(registry: Registry, plugin: Plugin) -> list[str]:
 
 
 class _Driver(Driver):
-    """A driver that tells a leak, which a worker notices whenever it is idle, in words."""
+    """A driver that tells a leak, which a worker notices whenever it is idle, and a loop without end in words."""
 
-    def run(self, until: Callable[[], bool] = lambda: False, most: int = 100_000) -> None:
+    def run(self, until: Callable[[], bool] = lambda: False, most: int = 20_000) -> None:
         try:
             super().run(until, most)
         except IntegrityError as error:
             fail(_leak(self.spec.key, "requests ended", error))
+        except RestlessError as error:
+            fail(f"{self.spec.key!r}: {error}. Does every loop end, whatever its request says?")
 
 
 class Subject:
@@ -114,18 +118,23 @@ class Subject:
         deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec))
         context = BuildContext(self.weights, torch.float32, torch.device("cpu"), deployment.model_kwargs)
         model: Model = load_object(self.spec.model)(context)
-        unsized = [
-            name
+        unsized = {
+            name: {"tokens": max(POOL_TOKENS, 2 * getattr(spec, "max_tokens", 0))}  # a whole request, with guidance
             for name, spec in model.resources().items()
             if getattr(spec, "tokens", 0) is None and "tokens" not in deployment.resources.get(name, {})
-        ]
+        }
         return {
             "device": "cpu",
             "dtype": "float32",
             "executor": "inline",
             "engine": {"threads": 1, "runner": "eager"},
-            "resources": {name: {"tokens": POOL_TOKENS} for name in unsized},
+            "resources": unsized,
         }
+
+    def required(self, example: Example) -> dict[str, Any]:
+        """The knobs of *example* that a request cannot leave out."""
+        fields = self.spec.knobs.model_fields
+        return {name: value for name, value in example.knobs.items() if name in fields and fields[name].is_required()}
 
     @cached_property
     def load_fault(self) -> Exception | None:
@@ -146,6 +155,35 @@ class Subject:
     def examples(self, count: int, seed: int) -> dict[str, Example]:
         """Request id → sample request."""
         return {f"r{i}": example for i, example in enumerate(draw_examples(self.spec, count, seed))}
+
+    def mixed(self, count: int, seed: int) -> dict[str, Example]:
+        """As :meth:`examples`, but with knobs drawn at random where the example leaves them open."""
+        rng = random.Random(seed)
+        return {name: self._mixed(example, rng) for name, example in self.examples(count, seed).items()}
+
+    def _mixed(self, example: Example, rng: random.Random) -> Example:
+        fields = self.spec.knobs.model_fields
+        free = [name for name in fields if name not in example.knobs]
+        if {"temperature", "seed"} <= fields.keys():  # an answer that is drawn is one right answer, too
+            free.append("temperature")
+        for name in free:
+            choices = vary(self.spec.knobs, name)
+            if choices and rng.random() < 0.7:
+                changed = replace(example, knobs={**example.knobs, name: rng.choice(choices)})
+                example = changed if self._accepts(changed) else example
+        return example
+
+    def _accepts(self, example: Example) -> bool:
+        """Whether the processor takes *example*: knobs may exclude each other."""
+        try:
+            self._preparer.prepare("r0", example)
+        except RequestError:
+            return False
+        return True
+
+    @cached_property
+    def _preparer(self) -> Driver:
+        return self.driver()
 
     def alone(self, example: Example) -> Mapping[str, Any]:
         """What *example* gives when it is the only request that a fresh worker ever sees."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,10 +96,13 @@ def text_of(task: Task) -> str:
     if isinstance(task, GenerateTask):
         return task.text
     if isinstance(task, CompletionTask):
-        return task.prompt if isinstance(task.prompt, str) else decode(task.prompt)
+        return task.prompt if isinstance(task.prompt, str) else _decode_prompt(task.prompt)
     if isinstance(task, ChatTask):
         return "".join(p.text for m in task.messages for p in m.content if isinstance(p, Text))
     raise RequestError(f"miniatures take no {type(task).__name__}")
+
+
+_FIELDS: Mapping[type[Task], str] = {ChatTask: "messages", CompletionTask: "prompt"}
 
 
 class MiniProcessor(Processor):
@@ -109,10 +112,11 @@ class MiniProcessor(Processor):
         """The graph's inputs."""
         ids = encode(text_of(task))
         if not ids:
-            raise RequestError("'text' must not be empty", param="text")
+            raise RequestError("the text must not be empty", param=_FIELDS.get(type(task), "text"))
         return {"prompt": np.array(ids, dtype=np.int64)}
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
+        _refuse_media(task)
         knobs = task.knobs
         sampling = {}
         if isinstance(knobs, SamplingKnobs):
@@ -128,6 +132,7 @@ class MiniProcessor(Processor):
                 max_tokens=knobs.max_tokens or 16,
                 min_tokens=knobs.min_tokens,
                 stop_token_ids=_stop_ids(knobs),
+                ignore_eos=knobs.ignore_eos,
                 logprobs=task.logprobs,
                 logit_bias=dict(task.logit_bias),
             )
@@ -151,6 +156,22 @@ class MiniProcessor(Processor):
 
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
+
+
+def _decode_prompt(ids: Sequence[int]) -> str:
+    for i, token in enumerate(ids):
+        if not 0 <= token < VOCAB:
+            raise RequestError(f"prompt[{i}]: {token} is no token id (0 to {VOCAB - 1})", param=f"prompt[{i}]")
+    return decode(ids)
+
+
+def _refuse_media(task: Task) -> None:
+    parts = [(f"parts[{i}]", part) for i, part in enumerate(task.parts)] if isinstance(task, GenerateTask) else []
+    for i, message in enumerate(task.messages if isinstance(task, ChatTask) else ()):
+        parts += [(f"messages[{i}].content", part) for part in message.content]
+    for where, part in parts:
+        if not isinstance(part, Text):
+            raise RequestError(f"{where}: miniatures read text only, not {type(part).__name__}", param=where)
 
 
 def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""The parts of ``decode_gpu.py``, one subject a module."""

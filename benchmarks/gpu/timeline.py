@@ -1,0 +1,96 @@
+"""What the device did in a window: kernels, their times, and how long it did nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Span", "busy", "digest", "profile_steps"]
+
+TOP = 12
+_NAME_LENGTH = 120
+
+
+class Span(NamedTuple):
+    """One kernel or copy: name, and nanoseconds on the device's clock."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def busy(spans: Iterable[Span]) -> int:
+    """Nanoseconds in which at least one of *spans* ran."""
+    total, until = 0, None
+    for span in sorted(spans, key=lambda s: s.begin):
+        if until is None or span.begin > until:
+            total, until = total + span.end - span.begin, span.end
+        elif span.end > until:
+            total, until = total + span.end - until, span.end
+    return total
+
+
+def digest(spans: Sequence[Span], steps: int) -> dict[str, Any]:
+    """Figures of *spans* that *steps* steps launched; times in µs a step.
+
+    ``idle_share``: of the time from the first kernel's begin to the last one's end. A profiler lengthens gaps: it is an
+    upper bound.
+    """
+    if not spans:
+        return {"steps": steps, "kernels_per_step": 0.0}
+    begin, end = min(s.begin for s in spans), max(s.end for s in spans)
+    working = busy(spans)
+    times: dict[str, list[int]] = defaultdict(list)
+    for span in spans:
+        times[span.name].append(span.end - span.begin)
+    slowest = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+    return {
+        "steps": steps,
+        "kernels_per_step": len(spans) / steps,
+        "kinds": len(times),
+        "span_us_per_step": (end - begin) / steps / 1e3,
+        "busy_us_per_step": working / steps / 1e3,
+        "idle_share": 1 - working / (end - begin) if end > begin else 0.0,
+        "top": [
+            {
+                "name": name[:_NAME_LENGTH],
+                "per_step": len(each) / steps,
+                "us_per_step": sum(each) / steps / 1e3,
+                "us_median": statistics.median(each) / 1e3,
+            }
+            for name, each in slowest
+        ],
+    }
+
+
+def profile_steps(run: Callable[[int, Callable[[], None]], Any], warm: int, steps: int) -> dict[str, Any]:
+    """The :func:`digest` of *steps* steps under torch's profiler, which *warm* steps before them let settle.
+
+    :param run: ``run(count, after)`` makes *count* steps and calls *after* at the end of each.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
+
+    if ProfilerActivity.CUDA not in supported_activities():
+        raise RuntimeError("this PyTorch cannot profile a GPU")
+    found: list[Any] = []
+    plan = schedule(wait=0, warmup=warm, active=steps, repeat=1)
+    with profile(
+        activities=[ProfilerActivity.CUDA],
+        schedule=plan,
+        on_trace_ready=lambda p: found.extend(p.profiler.kineto_results.events()),
+    ) as profiler:
+        run(warm + steps, profiler.step)
+    spans = [
+        Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in found
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation() and not _is_marker(event.name())
+    ]
+    return digest(spans, steps)
+
+
+def _is_marker(name: str) -> bool:
+    """Events on the device's track that are no work of it."""
+    return name.startswith(("ProfilerStep", "Context Sync", "Stream Sync", "Event Sync", "Stream Wait"))

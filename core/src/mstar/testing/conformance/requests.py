@@ -1,0 +1,273 @@
+"""Checks of what a request says: its defaults fit, each of its knobs counts, and a bad one is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mstar.spec.check import calls_of
+from mstar.spec.errors import RequestError
+from mstar.spec.graph import Graph, Loop, Par, Param, Seq, Times, Walk
+from mstar.spec.knobs import Knobs
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Prepared
+from mstar.spec.request import Failed
+from mstar.spec.tasks import (
+    Audio,
+    ChatTask,
+    CompletionTask,
+    File,
+    GenerateTask,
+    Image,
+    Message,
+    Part,
+    Task,
+    Text,
+    Video,
+)
+from mstar.testing.conformance.knob_values import vary
+from mstar.testing.conformance.subject import Subject, fail
+from mstar.testing.drive import Driver
+from mstar.testing.examples import task_for
+
+__all__ = ["RequestChecks"]
+
+_MUCH_TEXT = "so it goes. " * 20_000
+_NO_TOKEN = 10**12
+
+
+class RequestChecks:
+    """Defaults, knobs, and requests that cannot be served."""
+
+    def test_defaults_are_admitted(self, mstar_model: Subject) -> None:
+        """A request that sets no knob is admitted by the deployment that ships with the model."""
+        spec, driver = mstar_model.spec, mstar_model.driver()
+        for request, example in mstar_model.examples(3, seed=91).items():
+            plain = replace(example, knobs=mstar_model.required(example))
+            try:
+                driver.submit(request, plain)
+                driver.worker.step()
+                driver.take()
+                end = driver.ended.get(request)
+                refusal = end.message if isinstance(end, Failed) and end.status < 500 else ""
+            except RequestError as error:
+                refusal = str(error)
+            if refusal:
+                budget = {n: f.default for n, f in spec.knobs.model_fields.items() if n.startswith(("max_", "num_"))}
+                fail(
+                    f"{spec.key!r}: a request with every knob at its default {budget or ''} is refused by the model's "
+                    f"own deployment: {refusal}\n  Lower the knob's default in {spec.knobs.__name__}, or give the "
+                    "default deployment more room (resources: {kv: {tokens: …}}). If only the tiny checkpoint is too "
+                    "small, write the published model's context length into its config."
+                )
+            driver.cancel(request)
+            driver.take()
+
+    def test_every_knob_counts(self, mstar_model: Subject) -> None:
+        """Somebody reads each knob: the processor, the graph, a route, a renderer."""
+        driver = mstar_model.driver()
+        spec = mstar_model.spec
+        watched, seen = _watched(spec.knobs)
+        driver.spec = replace(spec, knobs=watched)
+        seen.update(_graph_params(driver.worker.plan.graph))
+        for request, example in mstar_model.examples(4, seed=92).items():
+            task = task_for(driver.spec, example, live=driver.live(example))
+            seen.update(name for name in spec.knobs.model_fields if _changes(driver, task, name))
+            prepared = driver.processor.prepare(task, request)
+            prepared.request.params = _Watched(prepared.request.params, seen)
+            driver.submit_prepared(prepared, example)
+            driver.run()
+            _render(driver, task, prepared)
+        unread = [name for name in spec.knobs.model_fields if name not in seen]
+        if unread:
+            name = unread[0]
+            fail(
+                f"{spec.key!r}: nothing reads {', '.join(map(repr, unread))}: a client sets it and nothing changes. "
+                f"Use it (task.knobs.{name} in the processor, Param({name!r}) in the graph, "
+                f"request.params[{name!r}] in a route or demand), or leave it out of {spec.knobs.__name__}"
+            )
+
+    def test_what_cannot_be_served_is_refused(self, mstar_model: Subject) -> None:
+        """The processor refuses a bad request with an error that names the field, and the next one is answered."""
+        spec, driver = mstar_model.spec, mstar_model.driver()
+        (example,) = mstar_model.examples(1, seed=93).values()
+        for number, odd in enumerate(_odd(spec, task_for(spec, example, live=driver.live(example)))):
+            request = f"odd{number}"
+            prepared = _refused(spec, driver, odd, request)
+            if prepared is None:
+                continue
+            if odd.wrong:
+                fail(
+                    f"{spec.key!r}: {odd.what} is accepted, and that can mean nothing to this model: raise a "
+                    f"RequestError(…, param={odd.field!r}) in {spec.processor}"
+                )
+            driver.submit_prepared(prepared, replace(example, appends=example.appends if odd.runs else ()))
+            if odd.runs:
+                driver.run()
+            else:
+                driver.cancel(request)
+                driver.take()
+            end = driver.ended.get(request)
+            if isinstance(end, Failed) and end.status >= 500:
+                fail(
+                    f"{spec.key!r}: {odd.what} fails inside the model ({end.message}): a client gets 500. Refuse it in "
+                    f"{spec.processor} with a RequestError that names {odd.field!r}, or let the nodes take it"
+                )
+        driver.submit("next", example)
+        driver.run()
+        mstar_model.check_same(driver, {"next": example}, "because requests before it were refused")
+        mstar_model.check_empty(driver, "bad requests were refused")
+
+
+# --- knobs ------------------------------------------------------------------------------------------------------------
+
+
+def _watched(cls: type[Knobs]) -> tuple[type[Knobs], set[str]]:
+    """A subclass of *cls* that notes which of its fields are read as attributes."""
+    names, seen = frozenset(cls.model_fields), set[str]()
+
+    class Watched(cls):  # type: ignore[misc,valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if name in names:
+                seen.add(name)
+            return super().__getattribute__(name)
+
+    Watched.__name__ = cls.__name__
+    return Watched, seen
+
+
+class _Watched(dict[str, Any]):
+    """A request's params that note which of them are read."""
+
+    def __init__(self, values: dict[str, Any], seen: set[str]):
+        super().__init__(values)
+        self.seen = seen
+
+    def __getitem__(self, name: str) -> Any:
+        self.seen.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.seen.add(name)
+        return super().get(name, default)
+
+
+def _render(driver: Driver, task: Task, prepared: Prepared) -> None:
+    renderer = driver.processor.renderer(task, prepared)
+    try:
+        for event in driver.emitted.get(prepared.request.id, ()):
+            list(renderer.feed(event))
+    except Exception as error:
+        fail(f"{driver.spec.key!r}: its renderer raised {type(error).__name__}: {error}: the client gets 500")
+
+
+def _graph_params(graph: Graph) -> set[str]:
+    """The parameters that a graph's calls and loops name."""
+    sources = [s for walk in graph.walks.values() for call in calls_of(walk) for s in call.inputs.values()]
+    counts = [count for walk in graph.walks.values() for count in _counts(walk)]
+    return {source.name for source in (*sources, *counts) if isinstance(source, Param)}
+
+
+def _counts(walk: Walk) -> Iterator[int | Param]:
+    if isinstance(walk, Seq | Par):
+        for part in walk.parts:
+            yield from _counts(part)
+    elif isinstance(walk, Loop):
+        yield from (stop.count for stop in walk.stops if isinstance(stop, Times))
+        yield from _counts(walk.body)
+
+
+def _changes(driver: Driver, task: Task, name: str) -> bool:
+    """Whether another value of knob *name* changes what the processor prepares, the params apart."""
+    before = driver.processor.prepare(task, "r0")
+    for value in vary(type(task.knobs), name):
+        other = replace(task, knobs=task.knobs.model_copy(update={name: value}))
+        try:
+            after = driver.processor.prepare(other, "r0")
+        except RequestError:
+            return True  # it has an opinion about it
+        if not _alike(before, after):
+            return True
+    return False
+
+
+def _alike(one: Prepared, other: Prepared) -> bool:
+    a, b = one.request, other.request
+    return (
+        a.inputs.keys() == b.inputs.keys()
+        and all(np.array_equal(a.inputs[name], b.inputs[name]) for name in a.inputs)
+        and (a.sampling, a.want, a.client_streams) == (b.sampling, b.want, b.client_streams)
+    )
+
+
+# --- requests that cannot be served -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """A request that a client may well send. *field*: to name if it is refused. *wrong*: it must be refused. *runs*:
+    if it is accepted, it is small enough to be run."""
+
+    what: str
+    task: Task
+    field: str
+    wrong: bool = True
+    runs: bool = True
+
+
+def _odd(spec: ModelSpec, sample: Task) -> Iterator[_Odd]:
+    strangers = _strangers(spec)
+    knobs = sample.knobs
+    if isinstance(sample, GenerateTask):
+        if "text" in spec.inputs and not sample.live:
+            yield _Odd("an empty text", replace(sample, text="", parts=()), "text", wrong=False)
+            yield _Odd("a very long text", replace(sample, text=_MUCH_TEXT), "text", wrong=False, runs=False)
+        for part in strangers:
+            kind = type(part).__name__.lower()
+            where = f"parts[{len(sample.parts)}]"
+            yield _Odd(f"a part of kind {kind!r}", replace(sample, parts=(*sample.parts, part)), where)
+    if "chat" in spec.abilities:
+        yield _Odd("a chat without messages", ChatTask(knobs=knobs, messages=()), "messages")
+        for part in strangers:
+            message = Message("user", (Text("Hello"), part))
+            kind = type(part).__name__.lower()
+            yield _Odd(
+                f"a message with a part of kind {kind!r}", ChatTask(knobs=knobs, messages=(message,)), "messages"
+            )
+    if "completion" in spec.abilities:
+        yield _Odd("an empty prompt", CompletionTask(knobs=knobs, prompt=""), "prompt", wrong=False)
+        for token in (-1, _NO_TOKEN):
+            yield _Odd(f"the prompt [{token}]", CompletionTask(knobs=knobs, prompt=[token]), "prompt")
+
+
+def _strangers(spec: ModelSpec) -> Sequence[Part]:
+    """A part of each kind that the model does not declare."""
+    parts: dict[str, Part] = {
+        "image": Image(np.zeros((4, 4, 3), dtype=np.uint8)),
+        "audio": Audio(np.zeros(160, dtype=np.float32), 16_000),
+        "video": Video(np.zeros((2, 4, 4, 3), dtype=np.uint8), 2.0),
+        "file": File(b"\0conformance", "conformance.bin"),
+    }
+    return [part for kind, part in parts.items() if kind not in spec.inputs]
+
+
+def _refused(spec: ModelSpec, driver: Driver, odd: _Odd, request: str) -> Prepared | None:
+    """``None`` if the processor refuses *odd*, and in the right way."""
+    try:
+        prepared: Prepared = driver.processor.prepare(odd.task, request)
+        return prepared
+    except RequestError as error:
+        if not (error.param or "").startswith(odd.field.split("[")[0]):
+            fail(
+                f"{spec.key!r}: {odd.what} is refused with param {error.param!r}, which should name {odd.field!r}, the "
+                f"field at fault: {error}"
+            )
+        return None
+    except Exception as error:
+        fail(
+            f"{spec.key!r}: {odd.what} makes {spec.processor} raise {type(error).__name__}: {error}. "
+            f"A client gets 500: raise a RequestError(…, param={odd.field!r}) instead"
+        )

@@ -1,0 +1,105 @@
+"""The Triton kernels, on a machine without a GPU: run by Triton's interpreter, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mstar.nn import ops
+
+HERE = Path(__file__).parent
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which this system has no build of")
+
+
+@pytest.mark.timeout(300)
+def test_the_kernels_in_tritons_interpreter() -> None:
+    """In a process of its own: whether kernels are interpreted is settled when they are defined."""
+    files = [HERE / "cuda_ops_cases.py", HERE / "cuda_sampling_cases.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _compile(kernel: Any, pointers: str, numbers: str = "", **constants: Any) -> str:
+    """Compile for an H100 or H200, which needs no GPU; returns the PTX. *pointers*: ``name:type`` …"""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    typed = {name: f"*{kind}" for name, kind in (each.split(":") for each in pointers.split())}
+    typed |= dict(each.split(":") for each in numbers.split())
+    signature = {name: typed.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"enable_fp_fusion": True}  # the default, which some releases warn of
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+
+def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The interpreter accepts what the compiler does not."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda
+    from mstar.nn.ops import cuda_sampling as sampling
+
+    same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
+    sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
+    assert _compile(cuda._add_rms_norm, same, "eps:fp32", added=True, **sizes)
+    assert _compile(cuda._silu_mul, "gate_up:bf16 out:bf16", stride=512, size=256, block=256)
+    angles = _compile(cuda._rotation, "positions:i64 inverse:fp32 cos:bf16 sin:bf16", "scale:fp32", size=128, block=128)
+    assert "cos.approx" not in angles  # wrong beyond a few turns
+    assert _compile(
+        cuda._rotate_store,
+        "heads:bf16 q:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 places:i64",
+        "eps:fp32",
+        **{"stride": 512, "q_heads": 2, "kv_heads": 1, "size": 128, "group": 4, "half_block": 64},
+        normed=True,
+        stored=True,
+    )
+    assert _compile(
+        cuda._store_rows,
+        "keys:bf16 values:bf16 places:i64 k:bf16 v:bf16",
+        **{"k_stride": 512, "v_stride": 512, "width": 128, "block": 128},
+    )
+    rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
+    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
+    lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
+    assert _compile(sampling._summarise, rows + "sums:fp32 places:i32", **sizes)
+    passes = rows + "top_ks:i64 parts_before:fp32 state_before:fp64 parts:fp32 state:fp64"
+    assert _compile(sampling._histogram, passes, "shift:i32", second=True, level=1, **lanes)
+    before = "top_ks:i64 parts_first:fp32 state_first:fp64 parts_second:fp32 state_second:fp64 "
+    assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
+    drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
+    assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
+
+
+def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
+    from mstar.nn.ops import cuda, cuda_sampling, reference
+
+    on_cuda: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
+    elsewhere: Any = SimpleNamespace(is_cpu=False, is_cuda=False)
+    assert ops._ops(on_cuda) is cuda
+    assert ops._ops(elsewhere) is reference
+    assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
+    assert ops.fused_sample(torch.device("cpu")) is None
+
+
+def test_without_triton_torch_serves() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from mstar.nn import ops\n"
+        "from types import SimpleNamespace as T\n"
+        "assert ops._ops(T(is_cpu=False, is_cuda=True)) is ops.reference\n"
+        "assert ops.fused_sample(torch.device('cuda')) is None\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("plain torch operations are used") == 1
+    assert "triton" in done.stderr
