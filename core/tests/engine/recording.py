@@ -15,7 +15,6 @@ from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention, _TorchKVPlan
 from mstar.resources.paged_kv import PagedKV
 from mstar.resources.sampler import SamplerView
-from mstar.resources.sampler_rows import RowParams
 from mstar.resources.staging import Stage
 from mstar.testing.drive import Driver
 
@@ -45,8 +44,8 @@ class Rerun(Recorder):
 class _CalledAgain(SamplerView):
     """A repetition calls the node again, so the view counts its uses anew."""
 
-    def fill(self, rows: RowParams, real: int, filters: bool, replay: bool) -> None:
-        super().fill(rows, real, filters, replay=False)
+    def fill(self, *args: Any, replay: bool, **kwargs: Any) -> None:
+        super().fill(*args, replay=False, **kwargs)
 
 
 def _tensor(value: Any) -> Tensor:

@@ -155,8 +155,9 @@ class Engine:
         if lane.graph is not None:
             return self._forward(node, entry, op, work, used, rows, lane)
         try:
-            trial = Lane(lane.rows, self.device, lane.variants, trial=True)
-            self._forward(node, entry, op, work, used, rows, trial)
+            lane.trial = True
+            self._forward(node, entry, op, work, used, rows, lane)
+            lane.trial = False
             _rollback(entry, used, rows)
             return self._forward(node, entry, op, work, used, rows, lane)
         except Exception as error:

@@ -63,7 +63,7 @@ class CudaRecorder(Recorder):
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._bytes = 0
+        self._bytes, self._recorded = 0, False
 
     def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         if self._stream is None:
@@ -71,8 +71,14 @@ class CudaRecorder(Recorder):
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = function()
+        except Exception:
+            if not self._recorded:  # a pool that no graph holds is gone
+                self._pool = torch.cuda.graph_pool_handle()
+            raise
+        self._recorded = True
         self._bytes += max(0, torch.cuda.memory_reserved() - before)
         return result, graph.replay
 

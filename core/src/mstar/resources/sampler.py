@@ -16,7 +16,7 @@ from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
 from mstar.resources.slotted import SlotResource
-from mstar.resources.staging import Late, to_device
+from mstar.resources.staging import Late, Stage, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
 from mstar.spec.resources import Sampler
@@ -25,22 +25,24 @@ __all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
 
 
 class SamplerView:
-    """One step of the sampler. ``step["sampler"].sample(logits)``.
+    """One step of the sampler. ``step["sampler"].sample(logits)``."""
 
-    :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for so
-        many uses of the sampler in the step. Both are filled when the step is planned.
-    """
+    index: Tensor
+    numbers_sent: Tensor
 
-    def __init__(self, resource: SamplerResource, index: Tensor, numbers: Tensor):
-        self._resource, self.index, self._numbers = resource, index, numbers
+    def __init__(self, resource: SamplerResource):
+        self._resource = resource
         self._logits: list[Tensor] = []
         self.sampled: list[Tensor] = []
         """int64 ``[rows]``, one for each call of :meth:`sample`."""
 
-    def fill(self, rows: RowParams, real: int, filters: bool, replay: bool) -> None:
-        """The step has *rows*, of which the first *real* are no padding. *replay*: the node is not called again; a
-        graph repeats what its calls did."""
-        self.rows, self.real, self.filters = rows, real, filters
+    def fill(self, rows: RowParams, index: Tensor, numbers: Tensor, real: int, filters: bool, replay: bool) -> None:
+        """Plan a step of *rows*, of which the first *real* are no padding.
+
+        :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for
+            so many uses of the sampler. :param replay: the node is not called; a graph repeats what its calls did.
+        """
+        self.rows, self.index, self.numbers_sent, self.real, self.filters = rows, index, numbers, real, filters
         if not replay:
             self.sampled, self._logits = [], []
 
@@ -64,8 +66,8 @@ class SamplerView:
 
     def numbers(self, call: int) -> Tensor:
         """The rows' random numbers for the *call*-th use, float64 ``[rows]``; anything if no row draws."""
-        if call < len(self._numbers):
-            return self._numbers[call]
+        if call < len(self.numbers_sent):
+            return self.numbers_sent[call]
         return self._resource.more_numbers(self.rows, call)  # it is used more often than ever before
 
     def _report(self, call: int) -> Callable[[], list[TokenLogprob | None]] | None:
@@ -196,14 +198,18 @@ class SamplerResource(SlotResource):
         stage = self.context.stage
         lane = stage.lane
         params = self._params(rows, stage.rows(len(rows)))
-        calls = stage.keep(f"{self.name}.calls", lambda: self._most_calls)
-        numbers = self._draws(params, np.arange(calls)[:, None])
+        replay = lane is not None and lane.graph is not None
+        calls = len(self._view(stage).numbers_sent) if replay else self._most_calls
         index = stage.put(f"{self.name}.slots", params.slots)
-        sent = stage.put(f"{self.name}.numbers", numbers)
-        view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self, index, sent))
+        sent = stage.put(f"{self.name}.numbers.{calls}", self._draws(params, np.arange(calls)[:, None]))
+        view = self._view(stage)
         filtered = params.filters if lane is None else lane.variants[self.name] == "filtered"
-        view.fill(params, len(rows), filtered, replay=lane is not None and lane.graph is not None)
+        view.fill(params, index, sent, len(rows), filtered, replay=replay)
         self._pending = view
+        return view
+
+    def _view(self, stage: Stage) -> SamplerView:
+        view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self))
         return view
 
     def _params(self, rows: Sequence[Row], count: int) -> RowParams:

@@ -45,14 +45,14 @@ class Lane:
     """The static tensors of one captured step. Filled anew for each replay.
 
     :param variants: resource → the variant that its view runs (:meth:`mstar.resources.base.Resource.variant`).
-    :param trial: the step runs as plain calls, to load and compile what a capture must find ready.
+    :ivar trial: the step runs as plain calls, before it is captured: it loads and compiles what the capture must find
+        ready, and shows what it will use.
     :ivar graph: the engine's recording. :ivar key: what the engine knows the lane by.
     """
 
-    def __init__(
-        self, rows: int, device: torch.device, variants: Mapping[str, Hashable] | None = None, trial: bool = False
-    ):
-        self.rows, self.device, self.variants, self.trial = rows, device, variants or {}, trial
+    def __init__(self, rows: int, device: torch.device, variants: Mapping[str, Hashable] | None = None):
+        self.rows, self.device, self.variants = rows, device, variants or {}
+        self.trial = False
         self.graph: Any = None
         self.key: Hashable = None
         self.blocks: list[_Block] = []

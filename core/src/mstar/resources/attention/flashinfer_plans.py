@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BesidePlan", "LanePlan", "SegmentsPlan", "StepPlan"]
 
-_SHARED = 4
+_SHARED = 3
 """Query heads to a key head from which on tensor cores decode faster than CUDA cores: benchmarks/gpu_attention.py."""
 _LONG = 64
 """Mean queries a row from which on fa3, whose tiles are 128 queries of one head, is faster than fa2."""
