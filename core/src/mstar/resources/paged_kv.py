@@ -15,12 +15,14 @@ from mstar.nn.rotary import Rotation
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.budget import DoesNotFit
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
 from mstar.resources.staging import to_device
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
+from mstar.spec.sizes import bytes_in_words
 
 __all__ = ["PagedKV", "PagedView"]
 
@@ -291,27 +293,36 @@ def flat_positions(
 
 
 def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype: torch.dtype) -> int:
-    """Pages that the pool gets, or a :class:`SetupError` with the numbers (promise P3)."""
-    token_bytes = KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+    """Pages that the pool gets, or a :class:`DoesNotFit` with the numbers (promise P3)."""
     size = spec.page_size
+    page_bytes = size * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
     context_pages = -(-spec.max_tokens // size)
-    affordable = None if context.memory is None else max(context.memory // (token_bytes * size) - 1, 0)
-    budget = "" if context.memory is None else f" of {context.memory / 2**20:.1f} MiB"
-    if spec.tokens is None:
-        pages = context.max_owners * context_pages
-        pages = pages if affordable is None else min(pages, affordable)
-    else:
-        pages = spec.tokens // size
-        if affordable is not None and pages > affordable:
-            raise SetupError(
-                f"resource {name!r}: tokens={spec.tokens} need {pages * size * token_bytes / 2**20:.1f} MiB "
-                f"({token_bytes} bytes a token), more than the memory budget{budget}"
+    memory = context.memory
+    affordable = None if memory is None else max(memory // page_bytes - 1, 0)  # one is for padding rows
+    pages = context.max_owners * context_pages if spec.tokens is None else spec.tokens // size
+    if affordable is not None and memory is not None and pages > affordable:
+        if spec.tokens is not None:
+            settings = [f"resources.{name}.tokens: {affordable * size}"] if affordable else []
+            if affordable < context_pages:
+                settings = [f"{setting} and resources.{name}.max_tokens: {affordable * size}" for setting in settings]
+            raise DoesNotFit(
+                f"resource {name!r}: tokens={spec.tokens} need {bytes_in_words((pages + 1) * page_bytes)} "
+                f"({page_bytes // size} bytes a token), more than the memory budget of {bytes_in_words(memory)}",
+                (pages + 1) * page_bytes,
+                memory,
+                settings,
             )
-    if pages < context_pages:
-        limit = f"memory budget{budget}" if spec.tokens is None else f"tokens={spec.tokens}"
-        needed = f"{context_pages} pages of {size} tokens ({context_pages * size * token_bytes / 2**20:.1f} MiB)"
-        raise SetupError(
-            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
-            f"{pages} pages within its {limit}; lower max_tokens or give it more"
-        )
-    return pages
+        pages = affordable
+    if pages >= context_pages:
+        return pages
+    fitting = [f"resources.{name}.max_tokens: {pages * size}"] if pages else []
+    needed_bytes = (context_pages + 1) * page_bytes
+    needed = f"{context_pages} pages of {size} tokens ({bytes_in_words(needed_bytes)} with the page of padding rows)"
+    message = f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
+    if spec.tokens is None and memory is not None:
+        message += f"{pages} pages within its memory budget of {bytes_in_words(memory)}"
+        raise DoesNotFit(message, needed_bytes, memory, fitting)
+    if affordable is None or affordable >= context_pages:
+        fitting.append(f"resources.{name}.tokens: {context_pages * size}")
+    remedy = f". It would fit with {' or '.join(fitting)}" if fitting else ""
+    raise SetupError(f"{message}{pages} pages within its tokens={spec.tokens}{remedy}")

@@ -33,7 +33,7 @@ from mstar.spec.deployment import Deployment
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
-from mstar.worker.build import build
+from mstar.worker.build import build, runner_name
 from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
 
@@ -63,11 +63,6 @@ class _Live:
     cached: int = 0
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
     siblings: list[_Live] = field(default_factory=list)
-
-
-def runner_name(deployment: Deployment, device: torch.device) -> str:
-    """The engine's runner: as the deployment says, else captured graphs on a GPU."""
-    return deployment.engine.runner or ("graphs" if device.type == "cuda" else "eager")
 
 
 def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
