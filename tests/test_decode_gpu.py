@@ -173,7 +173,9 @@ def test_the_check_tries_every_backend_and_fails_where_the_engine_is_wrong(
     monkeypatch.setattr(check, "MIXED", (3, 110))
     found = check.check(job(checkpoints, "check"), {})
     assert found["verdict"] == "right"
-    assert [row["options"]["attention"] for row in found["rows"]] == ["torch_sdpa", "numba_cpu"]
+    verdicts = {row["options"]["attention"]: row["verdict"] for row in found["rows"]}
+    assert verdicts == {"torch_sdpa": "right", "numba_cpu": "right", "flashinfer": "not usable"}
+    assert {row["options"]["lookahead"] for row in found["rows"]} == ({True, False})
     monkeypatch.setattr(check, "TOLERANCE", -1.0)
     monkeypatch.setattr(check, "LEAST_TOLERANCE", -1.0)
     assert "tiny" in check.check(job(checkpoints, "check"), {})["failed"]

@@ -45,7 +45,7 @@ def check(job: Job, state: dict[str, Any]) -> dict[str, Any]:
         small = name in CHECKED
         folder = publish(SHAPES[name], Path(job.folder) / name, job.device)
         reference = Reference(folder, job.device)
-        for options in _variants(every=small):
+        for options in _variants(job.device, every=small):
             rows.append({"shape": name, "options": options, **_row(name, folder, job, options, reference)})
             print("  " + _line(rows[-1]), flush=True)
         reference.close()
@@ -58,11 +58,13 @@ def check(job: Job, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _variants(every: bool) -> Iterator[dict[str, Any]]:
+def _variants(device: str, every: bool) -> Iterator[dict[str, Any]]:
     """Fields of the ``engine`` section; those that this version does not have are left out."""
     registry = bench_registry()
     backends = [*registry.attention_backends()]
-    switches = {name: values for name, values in (("graphs", (True, False)), ("lookahead", (1, 0))) if _has(name)}
+    runners = ("graphs", "eager") if device.startswith("cuda") else ("eager",)
+    known = (("runner", runners), ("lookahead", (True, False)))
+    switches = {name: values for name, values in known if _has(name)}
     combinations = itertools.product(*switches.values()) if every else [()]
     for values, backend in itertools.product(list(combinations), backends):
         yield {"attention": backend, **dict(zip(switches, values, strict=False))}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gpu.shapes import SHAPES
 from mstar.hookspecs import hookimpl
-from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec
 
 
@@ -22,6 +22,7 @@ def mstar_models() -> Sequence[ModelSpec]:
             model="mstar.patterns.causal_lm:CausalLM",
             processor="mstar.processing.chat:TextProcessor",
             knobs=SamplingKnobs,
+            options=TextOptions,
             abilities=("chat", "completion", "generate"),
         )
         for name in SHAPES

@@ -14,6 +14,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.testing.drive import miniature_registry
 from mstar.testing.miniatures import MINIATURES
+from mstar.worker import build
 from mstar.worker.core import Worker
 
 Run = Callable[..., tuple[int, str, str]]
@@ -89,6 +90,14 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_numbers(llama: 
     (fault,) = found["faults"]
     assert fault["key"] == "resources.kv"
     assert "one context of max_tokens=256 needs 16 pages" in fault["message"]
+
+
+def test_what_a_start_reserves_for_graphs_is_not_free(
+    llama: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "reserved_bytes", lambda deployment, device: 10**18)
+    (fault,) = facts(llama, "toy-llama", "--weights", str(tmp_path / "llama"))["faults"]
+    assert "graphs and workspace" in fault["message"]
 
 
 def test_plugins_that_the_file_requires_and_that_are_not_there(llama: Run, tmp_path: Path) -> None:

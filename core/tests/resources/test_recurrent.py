@@ -105,7 +105,7 @@ def test_sizes_that_cannot_hold_are_refused_with_the_numbers() -> None:
     with pytest.raises(SetupError, match=r"slots=3, but 4 contexts"):
         state(owners=4, spec=RecurrentState(tensors=SPEC.tensors, slots=3))
     one = 2 * 3 * 2 + 4 * 4
-    with pytest.raises(SetupError, match=rf"5 slots of {one} bytes need .* MiB, more than the memory budget"):
+    with pytest.raises(SetupError, match=rf"5 slots of {one} bytes need .* B, more than the memory budget"):
         state(owners=4, memory=4 * one)
     assert state(owners=4, memory=5 * one).capacity() == 4
     with pytest.raises(SetupError, match="float33"):

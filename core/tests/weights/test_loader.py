@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mstar.nn.linear import LMHead, MergedLinear, QKVLinear, VocabEmbedding
 from mstar.nn.norm import RMSNorm
 from mstar.spec.errors import WeightsError
-from mstar.weights import checkpoint
+from mstar.weights import reader
 from mstar.weights.loader import load
 from mstar.weights.names import WeightMap
 
@@ -107,13 +107,13 @@ def assert_filled(module: Small, tensors: dict[str, Tensor], dtype: torch.dtype)
 def test_every_tensor_lands_in_its_rows(
     dtype: torch.dtype, writer: Callable[..., object], block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_BLOCK", block)  # cuts tensors along their rows
+    monkeypatch.setattr(reader, "_BLOCK", block)  # cuts tensors along their rows
     writer(tmp_path, published())
     assert_filled(loaded(tmp_path, dtype), published(), dtype)
 
 
 def test_progress_ends_at_the_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_BLOCK", 64)
+    monkeypatch.setattr(reader, "_BLOCK", 64)
     write(tmp_path, published())
     module, seen = meta(), []
     load(module, WeightMap.from_module(module), tmp_path, CPU, torch.float32, lambda *at: seen.append(at))

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from mstar.spec.sizes import bytes_in_words
+
 __all__ = ["Tree", "bytes_in_words", "fault", "note", "print_json", "table"]
 
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -40,16 +42,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def print_json(answer: Any) -> None:
     """Write *answer* to stdout as JSON, for programs."""
     print(json.dumps(answer, indent=2, ensure_ascii=False))
-
-
-def bytes_in_words(size: float) -> str:
-    """*size* in bytes as a person reads it: ``269 MB``, ``1.5 GB`` (powers of 1000)."""
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
 
 
 @dataclass

@@ -41,6 +41,7 @@ class Flight:
 
     :param rows: for each of the resources in *used*, the rows of the step. :param began: monotonic seconds.
     :param failure: what its launch raised; it then has one call and nothing else.
+    :param learners: those of *used* that want to know ids which were not known at the launch.
     """
 
     work: Sequence[Work]
@@ -49,6 +50,7 @@ class Flight:
     began: float
     outcome: Outcome | None = None
     failure: Exception | None = None
+    learners: Sequence[Resource] = ()
 
 
 class Engine:
@@ -99,7 +101,7 @@ class Engine:
         op = work[0].call.op
         entry, node = op.entry, op.call.node
         used = [self.resources[name] for name in entry.resources]
-        rows = [self._rows(work, resource.name) for resource in used]
+        rows = list(zip(*(self._rows(w, used) for w in work), strict=True)) if used else []
         lane = self._lane(work, used, rows)
         try:
             with torch.inference_mode():
@@ -115,7 +117,8 @@ class Engine:
                 _trim_partial(w)
             raise
         self.steps += 1
-        return Flight(work, used, rows, began, outcome)
+        learners = [resource for resource in used if type(resource).learn is not Resource.learn]
+        return Flight(work, used, rows, began, outcome, learners=learners)
 
     def _forward(
         self,
@@ -207,8 +210,18 @@ class Engine:
             for choice in product(*(resource.variants for resource in used)):
                 yield dict(zip(entry.resources, choice, strict=True))
 
-    def _rows(self, work: Sequence[Work], resource: str) -> list[Row]:
-        return [Row(self._owner(w, resource), w.tokens, w.complete, _ids(w)) for w in work]
+    def _rows(self, w: Work, used: Sequence[Resource]) -> tuple[Row, ...]:
+        """The call's row for each of the resources."""
+        call, ids = w.call, _ids(w)
+        w.known = ids is not None
+        if w.tokens != 1 or not w.complete:
+            return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids) for resource in used])
+        rows: tuple[Row, ...] | None = call.run.rows.get(call.op)
+        if rows is None:
+            rows = call.run.rows[call.op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
+        for row in rows:
+            row.ids = ids
+        return rows
 
     # --- land ---------------------------------------------------------------------------------------------------------
     def land(self, flight: Flight) -> list[RowResult | Exception]:
@@ -244,14 +257,13 @@ class Engine:
     def learn(self, flight: Flight, index: int) -> None:
         """Tell the resources the ids of the tokens that the *index*-th call of *flight* read, if the host knows them
         now and did not at the launch."""
-        ids = _ids(flight.work[index])
-        if ids is None:
+        w = flight.work[index]
+        if w.known or not flight.learners:
             return
-        for resource, rows in zip(flight.used, flight.rows, strict=True):
-            row = rows[index]
-            if row.ids is None:
-                row.ids = ids
-                resource.learn(row.owner, ids)
+        ids = _ids(w)
+        if ids is not None:
+            for resource in flight.learners:
+                resource.learn(self._owner(w, resource.name), ids)
 
     def retract(self, flight: Flight, index: int) -> None:
         """Undo what the *index*-th call of *flight* committed: it should not have run."""

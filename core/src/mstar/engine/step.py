@@ -26,12 +26,14 @@ class NodeFault(RuntimeError):
 
 @dataclass(slots=True)
 class Work:
-    """One call's share of a step: *tokens* items from *start* of its primary packed input."""
+    """One call's share of a step: *tokens* items from *start* of its primary packed input. *known*: their ids were
+    known to the host when the step was launched."""
 
     call: CallRun
     start: int
     tokens: int
     complete: bool
+    known: bool = False
 
 
 @dataclass(slots=True)

@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 
 from mstar.spec.graph import (
     CLIENT,
+    AtEnd,
     Call,
     Entry,
     Graph,
+    Index,
+    Left,
     Loop,
     Par,
     Pull,
     Seq,
     Stop,
+    Times,
     TokenStop,
     Walk,
     WhenTrue,
@@ -31,6 +35,9 @@ class CallOp:
     :param shaped: stacked inputs of symbolic shape: calls only share a step when these agree.
     :param optional: inputs that may be missing: likewise.
     :param loops: enclosing loops, innermost last.
+    :param again: for a call that is all of a loop's body and feeds itself (a decode step): which of its inputs are
+        which of its outputs of the time before; the other inputs stay as they are.
+    :param reads: inputs that are values of the request.
     """
 
     call: Call
@@ -43,6 +50,8 @@ class CallOp:
     optional: tuple[str, ...] = ()
     primary: str | None = None
     pulls: tuple[tuple[str, Pull], ...] = ()
+    again: tuple[tuple[str, str], ...] | None = None
+    reads: tuple[tuple[str, str], ...] = ()
 
     @property
     def varying(self) -> bool:
@@ -134,6 +143,9 @@ class _Compiler:
         for pc, op in enumerate(self.program):  # straight-line successors
             if isinstance(op, CallOp):
                 op.next = pc + 1
+                after = self.program[op.next]
+                if isinstance(after, LoopEndOp) and after.loop.body == pc:
+                    op.again = _fed_back(op)
 
     def _emit(self, walk: Walk, loops: tuple[LoopOp, ...]) -> None:
         if isinstance(walk, Call):
@@ -180,7 +192,22 @@ class _Compiler:
             optional=tuple(p.name for p in entry.inputs if p.optional),
             primary=entry.chunk or (packed[0] if packed else None),
             pulls=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, Pull)),
+            reads=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, str)),
         )
+
+
+def _fed_back(op: CallOp) -> tuple[tuple[str, str], ...] | None:
+    """See :attr:`CallOp.again`."""
+    if any(not isinstance(stop, TokenStop | Times) for stop in op.loops[-1].stops):
+        return None
+    made = {value: port for port, value in op.call.outputs.items()}
+    found = []
+    for port, source in op.call.inputs.items():
+        if isinstance(source, Pull | Index | Left | AtEnd):
+            return None
+        if isinstance(source, str) and source in made:
+            found.append((port, made[source]))
+    return tuple(found)
 
 
 def _judged_values(walk: Walk) -> frozenset[str]:

@@ -28,6 +28,8 @@ from mstar.spec.request import Emit, EngineRequest, Push, SamplingParams, TokenL
 
 __all__ = ["CallRun", "RequestRun"]
 
+_DEFAULTS = SamplingParams()
+
 Route = Generator[Run, Outcome, None]
 
 
@@ -35,16 +37,23 @@ class CallRun:
     """One call of one request that is ready to run, or partly run.
 
     :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
-        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them. :param handle: the worker's.
+        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
+    :ivar item: the scheduler's, once it has been told. :ivar flight: the step that runs it, as its row :attr:`index`.
+    :ivar dropped: it was foreseen and is not to be.
     """
 
-    __slots__ = ("chunks", "done", "handle", "inputs", "length", "op", "partial", "partition", "run")
+    __slots__ = (
+        *("chunks", "done", "dropped", "flight", "index", "inputs", "item"),
+        *("length", "op", "partial", "partition", "run"),
+    )
 
     def __init__(self, run: RequestRun, partition: _Partition, op: CallOp, inputs: dict[str, Any], length: int):
         self.run, self.partition, self.op, self.inputs, self.length = run, partition, op, inputs, length
         self.done = self.chunks = 0
         self.partial: dict[str, list[Tensor]] | None = None
-        self.handle: Any = None
+        self.item: Any = None
+        self.flight: Any = None
+        self.index, self.dropped = 0, False
 
     @property
     def remaining(self) -> int:
@@ -128,6 +137,7 @@ class RequestRun:
         self.partitions = [_Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
         self.generated: dict[str, int] = {}  # sampler → tokens judged so far
         self._judged: dict[str, Ref] = {}  # sampler → the last token judged
+        self.rows: dict[CallOp, Any] = {}  # the engine's: what it knows of a call's rows
         self._load_inputs()
 
     # --- inputs -------------------------------------------------------------------------------------------------------
@@ -307,6 +317,8 @@ class RequestRun:
         partition = call.partition
         if partition.joins or partition.ahead is not None:
             return None
+        if call.op.again is not None and call.op.loops[-1] in partition.loops:
+            return self._foresee_again(call, outputs, may)
         values = {value: outputs[port] for port, value in call.op.call.outputs.items()}
         loops = dict(partition.loops)
         op = self._foreseen_op(partition, call.op.next, values, loops)
@@ -314,6 +326,36 @@ class RequestRun:
             return None
         partition.ahead = self._call(partition, op, values, loops)
         return partition.ahead
+
+    def _foresee_again(
+        self, call: CallRun, outputs: Mapping[str, Ref], may: Callable[[CallOp], bool]
+    ) -> CallRun | None:
+        """:meth:`foresee` for a loop under way whose body is *call* alone."""
+        op, partition = call.op, call.partition
+        loop = op.loops[-1]
+        iteration = partition.loops[loop] + 1
+        for stop in loop.stops:
+            if isinstance(stop, Times):
+                if iteration >= self._times(stop):
+                    return None
+            elif not self._token_may_go_on(stop, 1):
+                return None
+        if not may(op) or not self._has_room(op):
+            return None
+        inputs = dict(call.inputs)
+        for port, output in op.again or ():
+            inputs[port] = outputs[output]
+        length = 1 if op.primary is None else inputs[op.primary].length
+        ahead = partition.ahead = CallRun(self, partition, op, inputs, length)
+        return ahead
+
+    def _token_may_go_on(self, stop: Stop, more: int) -> bool:
+        """Whether a loop that *stop* ends may go on after *more* tokens that were not judged yet."""
+        assert isinstance(stop, TokenStop)
+        params = self.request.sampling.get(stop.sampler) or _DEFAULTS
+        if params.grammar is not None:  # the next step's mask depends on this token
+            return False
+        return self.generated.get(stop.sampler, 0) + more < params.max_tokens
 
     def _foreseen_op(
         self, partition: _Partition, pc: int, values: Mapping[str, Ref], loops: dict[LoopOp, int]
@@ -339,18 +381,17 @@ class RequestRun:
             return iteration < self._times(stop)
         if not isinstance(stop, TokenStop):
             return False
-        params = self.request.sampling.get(stop.sampler) or SamplingParams()
-        if params.grammar is not None:  # the next step's mask depends on this token
-            return False
         ref = values.get(stop.value) or self.values[stop.value]
-        count = self.generated.get(stop.sampler, 0) + (self._judged.get(stop.sampler) is not ref)
-        return count < params.max_tokens
+        return self._token_may_go_on(stop, int(self._judged.get(stop.sampler) is not ref))
 
     def _adopt(self, partition: _Partition, op: CallOp) -> bool:
         """Whether *op* was foreseen with the inputs that it has now: then it is on its way already."""
         ahead = partition.ahead
         if ahead is None or ahead.op is not op:
             return False
+        if op.again is not None and all(ahead.inputs[port] is self.values.get(value) for port, value in op.reads):
+            partition.ahead = None
+            return True
         inputs = self._inputs(op, {}, partition.loops, {})
         for port, value in inputs.items():
             foreseen = ahead.inputs[port]
@@ -381,7 +422,7 @@ class RequestRun:
         return count
 
     def _judge_token(self, stop: TokenStop) -> str | None:
-        params = self.request.sampling.get(stop.sampler) or SamplingParams()
+        params = self.request.sampling.get(stop.sampler) or _DEFAULTS
         ref = self.values[stop.value]
         count = self.generated.get(stop.sampler, 0)
         if self._judged.get(stop.sampler) is not ref:  # the same token may be judged by a nested loop

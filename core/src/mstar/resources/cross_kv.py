@@ -84,8 +84,8 @@ class CrossKV(SlotResource):
             kv_dtype=dtype,
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
-        needed = slots * spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
-        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", needed, context)
+        slot_bytes = spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", slots, slot_bytes, context)
         self.memory = KVMemory(
             spec.layers, slots * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )

@@ -15,12 +15,14 @@ from mstar.nn.rotary import Rotation
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.budget import DoesNotFit
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
 from mstar.resources.staging import to_device
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
+from mstar.spec.sizes import bytes_in_words
 
 __all__ = ["PagedKV", "PagedView"]
 
@@ -126,6 +128,10 @@ class PagedKV(Resource):
         self._lines = SlotPool(context.max_owners)
         self._tables = np.zeros((context.max_owners + 1, self.pool.units(spec.max_tokens)), np.int32)
         self._tables[-1] = pages
+        # Of each line: committed tokens, and up to how many its pages can be written without asking the pool.
+        self._held = np.zeros(context.max_owners + 1, np.int64)
+        self._room = np.zeros(context.max_owners + 1, np.int64)
+        self._planned: tuple[tuple[Row, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         self.capturable = self.backend.capturable
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -157,10 +163,13 @@ class PagedKV(Resource):
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         self.pool.open(owner, request.cache_salt)
+        line = self._lines[owner]
+        self._held[line], self._room[line] = self.pool.length(owner), 0
 
     def close(self, owner: Owner) -> None:
         self.pool.close(owner)
         self._lines.release(owner)
+        self._planned = None
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
@@ -173,9 +182,11 @@ class PagedKV(Resource):
             return
         if sibling is not None and self.pool.shares(owner, sibling, ids):
             self.pool.fork(owner, sibling, len(ids))
+            self._room[self._lines[sibling]] = 0  # its last page is shared now
         else:
             self.pool.attach(owner, ids)
         self._mirror(owner, 0)
+        self._held[self._lines[owner]] = len(ids)
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
@@ -184,12 +195,10 @@ class PagedKV(Resource):
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size
         count = stage.rows(len(rows))
-        lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
-        starts = np.zeros(count, np.int64)
-        for i, row in enumerate(rows):
-            lines[i], lengths[i], starts[i] = self._lines[row.owner], row.length, self.pool.length(row.owner)
+        lines, lengths = self._lines_of(rows, count)
+        starts = self._held[lines]
         if not frozen:
-            self._grow(rows)
+            self._grow(rows, np.flatnonzero(starts + lengths > self._room[lines]))
         longest = int((starts + (0 if frozen else lengths)).max()) if count else 0
         tables = self._tables[lines, : self.pool.units(longest)]
         most = self._tables.shape[1]
@@ -206,13 +215,27 @@ class PagedKV(Resource):
         )
         return view
 
+    def _lines_of(self, rows: Sequence[Row], count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Line and length of each row, of *count* with padding. Those of the step before if the rows are the same."""
+        same = tuple(rows)
+        if self._planned is None or self._planned[0] != same or len(self._planned[1]) != count:
+            lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
+            for i, row in enumerate(rows):
+                lines[i], lengths[i] = self._lines[row.owner], row.length
+            self._planned = (same, lines, lengths)
+        return self._planned[1:]
+
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
-        if not frozen:
-            for row in rows:
-                self.pool.commit(row.owner, row.length, row.ids)
+        if frozen or not rows:
+            return
+        for row in rows:
+            self.pool.commit(row.owner, row.length, row.ids)
+        lines, lengths = self._lines_of(rows, len(self._planned[1]) if self._planned is not None else len(rows))
+        self._held[lines[: len(rows)]] += lengths[: len(rows)]
 
     def retract(self, row: Row) -> None:
         self.pool.retract(row.owner, row.length)
+        self._held[self._lines[row.owner]] -= row.length
 
     def learn(self, owner: Owner, ids: Sequence[int]) -> None:
         self.pool.learn(owner, ids)
@@ -220,16 +243,20 @@ class PagedKV(Resource):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         """Nothing to undo: what was written lies past the committed length, in pages that the owner keeps for later."""
 
-    def _grow(self, rows: Sequence[Row]) -> None:
-        for row in rows:  # all are checked before any changes: a refused step leaves no copy half-done
+    def _grow(self, rows: Sequence[Row], full: npt.NDArray[np.int64]) -> None:
+        """Get pages for those of *rows* whose indices are in *full*."""
+        growing = [rows[i] for i in full if i < len(rows)]
+        for row in growing:  # all are checked before any changes: a refused step leaves no copy half-done
             if not self.pool.fits(row.owner, row.length):
                 raise IntegrityError(f"{row.owner} grows past the {self.name!r} pages that were reserved for it")
         copies: list[tuple[int, int]] = []
-        for row in rows:
+        for row in growing:
             first, copied = self.pool.grow(row.owner, row.length)
             copies.extend(copied)
-            if first < len(self.pool.table(row.owner)):
+            table = self.pool.table(row.owner)
+            if first < len(table):
                 self._mirror(row.owner, first)
+            self._room[self._lines[row.owner]] = len(table) * self.pool.page_size
         if copies:
             size = self.pool.page_size
             places = np.asarray(copies, np.int64)[:, :, None] * size + np.arange(size)
@@ -266,27 +293,36 @@ def flat_positions(
 
 
 def _pool_pages(name: str, spec: specs.PagedKV, context: ResourceContext, dtype: torch.dtype) -> int:
-    """Pages that the pool gets, or a :class:`SetupError` with the numbers (promise P3)."""
-    token_bytes = KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+    """Pages that the pool gets, or a :class:`DoesNotFit` with the numbers (promise P3)."""
     size = spec.page_size
+    page_bytes = size * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
     context_pages = -(-spec.max_tokens // size)
-    affordable = None if context.memory is None else max(context.memory // (token_bytes * size) - 1, 0)
-    budget = "" if context.memory is None else f" of {context.memory / 2**20:.1f} MiB"
-    if spec.tokens is None:
-        pages = context.max_owners * context_pages
-        pages = pages if affordable is None else min(pages, affordable)
-    else:
-        pages = spec.tokens // size
-        if affordable is not None and pages > affordable:
-            raise SetupError(
-                f"resource {name!r}: tokens={spec.tokens} need {pages * size * token_bytes / 2**20:.1f} MiB "
-                f"({token_bytes} bytes a token), more than the memory budget{budget}"
+    memory = context.memory
+    affordable = None if memory is None else max(memory // page_bytes - 1, 0)  # one is for padding rows
+    pages = context.max_owners * context_pages if spec.tokens is None else spec.tokens // size
+    if affordable is not None and memory is not None and pages > affordable:
+        if spec.tokens is not None:
+            settings = [f"resources.{name}.tokens: {affordable * size}"] if affordable else []
+            if affordable < context_pages:
+                settings = [f"{setting} and resources.{name}.max_tokens: {affordable * size}" for setting in settings]
+            raise DoesNotFit(
+                f"resource {name!r}: tokens={spec.tokens} need {bytes_in_words((pages + 1) * page_bytes)} "
+                f"({page_bytes // size} bytes a token), more than the memory budget of {bytes_in_words(memory)}",
+                (pages + 1) * page_bytes,
+                memory,
+                settings,
             )
-    if pages < context_pages:
-        limit = f"memory budget{budget}" if spec.tokens is None else f"tokens={spec.tokens}"
-        needed = f"{context_pages} pages of {size} tokens ({context_pages * size * token_bytes / 2**20:.1f} MiB)"
-        raise SetupError(
-            f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
-            f"{pages} pages within its {limit}; lower max_tokens or give it more"
-        )
-    return pages
+        pages = affordable
+    if pages >= context_pages:
+        return pages
+    fitting = [f"resources.{name}.max_tokens: {pages * size}"] if pages else []
+    needed_bytes = (context_pages + 1) * page_bytes
+    needed = f"{context_pages} pages of {size} tokens ({bytes_in_words(needed_bytes)} with the page of padding rows)"
+    message = f"resource {name!r}: one context of max_tokens={spec.max_tokens} needs {needed}, but the pool holds "
+    if spec.tokens is None and memory is not None:
+        message += f"{pages} pages within its memory budget of {bytes_in_words(memory)}"
+        raise DoesNotFit(message, needed_bytes, memory, fitting)
+    if affordable is None or affordable >= context_pages:
+        fitting.append(f"resources.{name}.tokens: {context_pages * size}")
+    remedy = f". It would fit with {' or '.join(fitting)}" if fitting else ""
+    raise SetupError(f"{message}{pages} pages within its tokens={spec.tokens}{remedy}")

@@ -65,7 +65,7 @@ class RecurrentStateResource(SlotResource):
         super().__init__(name, spec, context, slots=slots, first=1)
         shapes = {key: (tuple(shape), _dtype(name, dtype, context)) for key, (shape, dtype) in spec.tensors.items()}
         one = sum(dtype.itemsize * torch.Size(shape).numel() for shape, dtype in shapes.values())
-        check_budget(name, f"{slots + 1} slots of {one} bytes", (slots + 1) * one, context)
+        check_budget(name, f"{slots + 1} slots of {one} bytes", slots, one, context, spare=1)
         self._pools = {
             key: torch.zeros(slots + 1, *shape, dtype=dtype, device=context.device)
             for key, (shape, dtype) in shapes.items()

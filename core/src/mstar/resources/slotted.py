@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Usage
+from mstar.resources.budget import DoesNotFit
 from mstar.resources.slots import SlotPool
 from mstar.spec.errors import SetupError
 from mstar.spec.request import EngineRequest
+from mstar.spec.sizes import bytes_in_words
 
 __all__ = ["SlotResource", "check_budget", "slot_count"]
 
@@ -26,13 +28,21 @@ def slot_count(name: str, slots: int | None, context: ResourceContext) -> int:
     return slots
 
 
-def check_budget(name: str, what: str, needed: int, context: ResourceContext) -> None:
-    """Refuse a pool of *needed* bytes that exceeds the memory budget (promise P3)."""
-    if context.memory is not None and needed > context.memory:
-        raise SetupError(
-            f"resource {name!r}: {what} need {needed / 2**20:.1f} MiB, more than the memory budget of "
-            f"{context.memory / 2**20:.1f} MiB; lower max_concurrent_requests or max_sessions, or give it more memory"
-        )
+def check_budget(name: str, what: str, slots: int, slot_bytes: int, context: ResourceContext, spare: int = 0) -> None:
+    """Refuse a pool of *slots* and *spare* slots of *slot_bytes* that exceeds the memory budget (promise P3).
+
+    :param what: the slots in words. :param spare: slots of the resource itself, which no owner gets.
+    """
+    needed = (slots + spare) * slot_bytes
+    if context.memory is None or needed <= context.memory:
+        return
+    fit = context.memory // slot_bytes - spare
+    message = (
+        f"resource {name!r}: {what} need {bytes_in_words(needed)}, more than the memory budget of "
+        f"{bytes_in_words(context.memory)}"
+    )
+    settings = [f"resources.{name}.slots: {fit}"] if context.max_owners <= fit else []
+    raise DoesNotFit(message, needed, context.memory, settings, slot_bytes)
 
 
 class SlotResource(Resource):

@@ -53,8 +53,9 @@ class WindowKV(SlotResource):
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
         self._ring = spec.window + spec.max_step
         self._slot_tokens = spec.sink + self._ring
-        needed = slots * self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
-        check_budget(name, f"{slots} slots of sink + window + max_step = {self._slot_tokens} tokens", needed, context)
+        slot_bytes = self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
+        what = f"{slots} slots of sink + window + max_step = {self._slot_tokens} tokens"
+        check_budget(name, what, slots, slot_bytes, context)
         self.memory = KVMemory(
             spec.layers, slots * self._slot_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from mstar.nn.model import Model
 from mstar.registry import load_object
 from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
-from mstar.resources.base import Resource
+from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.runtime.opening import (
     file_deployment,
@@ -42,6 +43,7 @@ from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
 from mstar.weights.sources import SourceContext, check_checkpoint, parse_override, present_weights
 from mstar.worker import build
+from mstar.worker.memory import free_memory
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
@@ -358,17 +360,30 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     assert device is not None
     assert dtype is not None
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
-    contexts = build.resource_contexts(declared, plan, deployment, registry, Stage(_META if absent else device), dtype)
-    for name, spec in declared.items():
+    weights = sum(node.bytes for node in checked.nodes)
+    memory = build.memory_plan(
+        declared,
+        plan,
+        deployment,
+        registry,
+        Stage(device),
+        dtype,
+        free=None if absent else max(0, free_memory(device) - weights),  # as when they are loaded
+        weights_bytes=weights,
+        reserve_bytes=build.reserved_bytes(deployment, device),
+    )
+    where = device
+
+    def make(name: str, context: ResourceContext) -> Resource:
+        backends = [_Elsewhere(backend, where) for backend in context.attention_backends]
+        context = replace(context, device=_META, attention_backends=backends, stage=Stage(_META))
+        return build.make_resource(name, declared[name], context, registry)
+
+    for name in memory.order:
         with checked.stage(place, f"resources.{name}"):
-            context = contexts[name]
-            backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
-            context = replace(
-                context, device=_META, attention_backends=backends, memory=None if absent else context.memory
-            )
-            pool = build.make_resource(name, spec, context, registry)
+            pool = memory.make(name, partial(make, name))
             per_request = len(plan.contexts.get(name, ())) or 1
-            checked.pools.append(_size(pool, context.max_owners, per_request))
+            checked.pools.append(_size(pool, pool.context.max_owners, per_request))
 
 
 def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:

@@ -98,5 +98,10 @@ class Scheduler(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def idle(self) -> bool:
+        """Whether no item is ready."""
+
+    @property
+    @abc.abstractmethod
     def waiting(self) -> int:
         """Requests that wait for admission."""

@@ -65,6 +65,10 @@ class DefaultScheduler(Scheduler):
     def waiting(self) -> int:
         return len(self._queue)
 
+    @property
+    def idle(self) -> bool:
+        return not self._turns
+
     def submit(self, ticket: Ticket) -> None:
         self._now = max(self._now, ticket.arrival)
         if not (self._running or self._queue):

@@ -39,6 +39,13 @@ class EngineOptions(_Section):
         None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
     )
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the memory that weights and sized pools leave, for pools without a size; default: 0.9 on "
+        "a GPU, 0.25 on the CPU.",
+    )
     lookahead: bool | None = Field(
         None, description="Plan and launch a step while the one before still runs; default: on a GPU."
     )

@@ -1,4 +1,4 @@
-"""A safetensors checkpoint, one file or several with an index, read in blocks of bounded size."""
+"""A safetensors checkpoint: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -9,37 +9,63 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mstar.spec.errors import WeightsError
+from mstar.weights.reader import Piece, read_pieces
 
 __all__ = ["Checkpoint", "TensorInfo"]
 
-_BLOCK = 32 << 20
-"""Bytes that may be mapped and touched before the mapping is dropped: mapped pages count as resident memory."""
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+    "I8": "int8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies and what it is. *dtype* as in the file's header (``BF16``, ``F32``…)."""
+    """Where a tensor lies (*nbytes* bytes from byte *start* of *file*) and what it is. *dtype* as in the file's header
+    (``BF16``, ``F32``…)."""
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    start: int
+    nbytes: int
 
     @property
     def floating(self) -> bool:
         return self.dtype.startswith(("F", "BF"))
 
     @property
-    def nbytes(self) -> int:
-        bits = int("".join(filter(str.isdigit, self.dtype.split("_")[0])) or 8)  # "F8_E4M3" → 8, "BOOL" → 8
-        count = bits // 8
-        for size in self.shape:
-            count *= size
-        return count
+    def torch_dtype(self) -> torch.dtype:
+        """:raises WeightsError: this torch has no such dtype."""
+        kind = getattr(torch, _TORCH_NAMES.get(self.dtype, ""), None)
+        if not isinstance(kind, torch.dtype):
+            raise WeightsError(
+                f"{self.file}: tensor {self.name!r} holds {self.dtype}, which PyTorch {torch.__version__} cannot read"
+            )
+        return kind
 
 
 class Checkpoint:
@@ -64,20 +90,14 @@ class Checkpoint:
     def read(self, plan: Iterable[tuple[str, Tensor]], progress: Callable[[int], None]) -> None:
         """Copy each named tensor into its destination (same shape; converted to its dtype, moved to its device).
 
-        Memory beyond the destinations stays within two blocks. *progress* is told the bytes done after each block.
+        All destinations are on one device. Memory beyond them stays within 64 MiB on the host, and as much on a device.
+        *progress* is told the bytes done after each read.
         """
-        by_file: dict[Path, list[tuple[TensorInfo, Tensor]]] = {}
+        pieces = []
         for name, destination in plan:
             info = self.tensors[name]
-            by_file.setdefault(info.file, []).append((info, destination))
-        done = 0
-        for file, items in by_file.items():
-            for batch in _batches(items):
-                with _opened(file) as handle:
-                    for info, destination, rows in batch:
-                        _copy(handle, info, destination, rows)
-                        done += info.nbytes if rows is None else info.nbytes // info.shape[0] * (rows[1] - rows[0])
-                progress(done)
+            pieces.append(Piece(info.file, info.start, info.torch_dtype, destination))
+        read_pieces(pieces, progress)
 
 
 def _index(folder: Path) -> dict[str, str] | None:
@@ -111,10 +131,16 @@ def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def _header(file: Path) -> Iterator[TensorInfo]:
+    """The library proves the header sound; where each tensor's data lie is only in the header's own JSON."""
     with _opened(file) as handle:
-        for name in handle.keys():  # noqa: SIM118 - not a mapping
-            part = handle.get_slice(name)
-            yield TensorInfo(name, file, tuple(part.get_shape()), str(part.get_dtype()))
+        names = list(handle.keys())
+        with file.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            entries = json.loads(raw.read(length))
+    for name in names:
+        begin, end = entries[name]["data_offsets"]
+        shape = tuple(entries[name]["shape"])
+        yield TensorInfo(name, file, shape, entries[name]["dtype"], 8 + length + begin, end - begin)
 
 
 @contextmanager
@@ -126,42 +152,3 @@ def _opened(file: Path) -> Iterator[Any]:
         raise WeightsError(
             f"{file} ({file.stat().st_size if file.exists() else 0:,} bytes) is damaged or truncated: {error}"
         ) from error
-
-
-_Read = tuple[TensorInfo, Tensor, "tuple[int, int] | None"]
-
-
-def _batches(items: list[tuple[TensorInfo, Tensor]]) -> Iterator[list[_Read]]:
-    """Group reads so that each group touches about one block of the file; a larger tensor is cut along its rows."""
-    batch: list[_Read] = []
-    size = 0
-    for info, destination in items:
-        for rows, nbytes in _cuts(info):
-            if batch and size + nbytes > _BLOCK:
-                yield batch
-                batch, size = [], 0
-            batch.append((info, destination, rows))
-            size += nbytes
-    if batch:
-        yield batch
-
-
-def _cuts(info: TensorInfo) -> Iterator[tuple[tuple[int, int] | None, int]]:
-    if info.nbytes <= _BLOCK or not info.shape:
-        yield None, info.nbytes
-        return
-    row = info.nbytes // info.shape[0]
-    step = max(1, _BLOCK // row)
-    for start in range(0, info.shape[0], step):
-        end = min(start + step, info.shape[0])
-        yield (start, end), row * (end - start)
-
-
-def _copy(handle: Any, info: TensorInfo, destination: Tensor, rows: tuple[int, int] | None) -> None:
-    try:
-        if rows is None:
-            destination.copy_(handle.get_tensor(info.name))
-        else:
-            destination[rows[0] : rows[1]].copy_(handle.get_slice(info.name)[rows[0] : rows[1]])
-    except SafetensorError as error:
-        raise WeightsError(f"{info.file}: tensor {info.name!r} cannot be read: {error}") from error

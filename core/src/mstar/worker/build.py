@@ -6,11 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import psutil
 import torch
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,6 +29,7 @@ from mstar.spec.graph import NodeSpec
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
+from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
     "Built",
@@ -37,14 +38,22 @@ __all__ = [
     "declared_resources",
     "make_model",
     "make_resource",
+    "memory_plan",
     "node_faults",
     "pick_device",
     "pick_dtype",
     "placement_faults",
-    "resource_contexts",
+    "reserved_bytes",
+    "runner_name",
 ]
 
 log = logging.getLogger(__name__)
+
+_GRAPHS_RESERVE = 3 << 29
+"""1.5 GiB of a GPU for what comes after the pools when steps are captured: the graphs' private memory, workspaces of
+attention and matrix products, activations of the largest step."""
+_PLAIN_RESERVE = 1 << 28
+"""0.25 GiB: the same without graphs."""
 
 
 @dataclass
@@ -88,12 +97,27 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
-    nodes = _load_nodes(model, plan, weights, device, dtype, on_phase)
+    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
-    contexts = resource_contexts(declared, plan, deployment, registry, stage, dtype)
-    resources = {name: make_resource(name, spec, contexts[name], registry) for name, spec in declared.items()}
+    memory = memory_plan(
+        declared,
+        plan,
+        deployment,
+        registry,
+        stage,
+        dtype,
+        free=free_memory(device),
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserved_bytes(deployment, device),
+    )
+    made = {
+        name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
+        for name in memory.order
+    }
+    resources = {name: made[name] for name in declared}
+    log.info("%s", memory.table())
     return Built(model, plan, resources, nodes, stage, device, dtype)
 
 
@@ -125,6 +149,18 @@ def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
             raise SetupError(f"dtype {name!r} is not supported{nearest(name, known)}")
         return known[name]
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def runner_name(deployment: Deployment, device: torch.device) -> str:
+    """The engine's runner: as the deployment says, else captured graphs on a GPU."""
+    return deployment.engine.runner or ("graphs" if device.type == "cuda" else "eager")
+
+
+def reserved_bytes(deployment: Deployment, device: torch.device) -> int:
+    """Bytes of *device* that no pool may take, for what is allocated after them. The CPU's share leaves enough."""
+    if device.type != "cuda":
+        return 0
+    return _GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE
 
 
 Faults = list[tuple[str, str]]
@@ -171,30 +207,31 @@ def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple
             yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
 
 
-def resource_contexts(
+def memory_plan(
     declared: Mapping[str, ResourceSpec],
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
     stage: Stage,
     dtype: torch.dtype,
-) -> dict[str, ResourceContext]:
-    """What each resource is built from: how many owners it must hold, and the memory of those without a size."""
+    *,
+    free: int | None,
+    weights_bytes: int = 0,
+    reserve_bytes: int = 0,
+) -> MemoryPlan:
+    """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
-    device = stage.device
-    free = _free_memory(device)
-    # Pools without a size of their own share most of what a GPU has left once the weights are there, and a quarter of
-    # a computer's free memory (it has other work to do). One with a size is refused only if it cannot be had at all.
-    unsized = [name for name, spec in declared.items() if getattr(spec, "tokens", 0) is None]
-    share = int(free * (0.85 if device.type == "cuda" else 0.25)) // max(len(unsized), 1)
-    made: dict[str, ResourceContext] = {}
-    for name in declared:
-        contexts = len(plan.contexts.get(name, ())) or 1
-        owners = deployment.max_concurrent_requests * contexts
-        if name in plan.graph.sessions:
-            owners += deployment.max_sessions * contexts
-        made[name] = ResourceContext(device, dtype, owners, share if name in unsized else free, backends, stage=stage)
-    return made
+    return MemoryPlan(
+        declared,
+        plan,
+        deployment,
+        stage,
+        dtype,
+        backends,
+        free=free,
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserve_bytes,
+    )
 
 
 def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:
@@ -211,14 +248,6 @@ def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, regis
         raise
 
 
-def _free_memory(device: torch.device) -> int:
-    """Bytes that can still be had on *device*: what the system keeps as file cache (the weights just read) counts."""
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return int(psutil.virtual_memory().available)
-
-
 def _load_nodes(
     model: Model,
     plan: Plan,
@@ -226,15 +255,20 @@ def _load_nodes(
     device: torch.device,
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
-) -> dict[str, Node]:
+) -> tuple[dict[str, Node], int]:
+    """The nodes, and the bytes of their weights as loaded."""
     maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
     nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
     for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
         raise SetupError(fault)
     mapped = {name: found for name, found in maps.items() if found is not None}
-    if mapped:
-        _load_weights(nodes, mapped, weights, device, dtype, on_phase)
-    return {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}
+    size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
+    size += sum(_tensor_bytes(node) for name, node in nodes.items() if name not in mapped)
+    return {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}, size
+
+
+def _tensor_bytes(node: Node) -> int:
+    return sum(tensor.nbytes for tensor in (*node.parameters(), *node.buffers()))
 
 
 def _build_node(model: Model, name: str, on_meta: bool) -> Node:
@@ -251,8 +285,9 @@ def _load_weights(
     device: torch.device,
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
-) -> None:
-    """Fill the nodes that have published weights. What does not match is told for all of them, before any is read."""
+) -> int:
+    """Fill the nodes that have published weights; returns their bytes. What does not match is told for all of them,
+    before any is read."""
     from mstar.weights.loader import load, mismatches  # models without weights need no safetensors
 
     if weights is None:
@@ -264,6 +299,7 @@ def _load_weights(
     ]
     if faults:
         raise WeightsError(f"the weights in {weights} do not match the model:\n  " + "\n  ".join(faults))
+    size = 0
     for name, found in maps.items():
 
         def report(done: int, total: int, name: str = name) -> None:
@@ -271,8 +307,10 @@ def _load_weights(
             on_phase(Phase(name="weights", progress=share, detail=f"{name}: {done / 1e6:.0f} of {total / 1e6:.0f} MB"))
 
         load(nodes[name], found, weights, device, dtype, report)
+        size += _tensor_bytes(nodes[name])
         if device.type == "cpu":
-            prepare_cpu(nodes[name])
+            prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters
+    return size
 
 
 def node_faults(spec: NodeSpec, node: Node) -> Iterator[str]:

@@ -27,13 +27,13 @@ from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun, RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner
-from mstar.scheduler.base import Batch, Item, Ticket
+from mstar.scheduler.base import Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
 from mstar.worker.admission import Admission, Holding
-from mstar.worker.build import build
+from mstar.worker.build import build, runner_name
 from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
 
@@ -63,21 +63,6 @@ class _Live:
     cached: int = 0
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
     siblings: list[_Live] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Handle:
-    """Where a call is: the scheduler's item and, once launched, its step."""
-
-    item: Item
-    flight: Flight | None = None
-    index: int = 0
-    void: bool = False
-
-
-def runner_name(deployment: Deployment, device: torch.device) -> str:
-    """The engine's runner: as the deployment says, else captured graphs on a GPU."""
-    return deployment.engine.runner or ("graphs" if device.type == "cuda" else "eager")
 
 
 def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
@@ -120,6 +105,8 @@ class Worker:
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
+        self._foreseeable: dict[CallOp, bool] = {}
+        self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
         self._live: dict[str, _Live] = {}
         self._timeouts: Deadlines[_Live] = Deadlines()
         self._running = 0
@@ -208,12 +195,12 @@ class Worker:
         self._expire(now)
         if self.scheduler.waiting:
             self._start_requests(now)
-        batch = self.scheduler.next(now)
-        if batch is None and not self._flights:
+        work = self._next_work(now)
+        if not work and not self._flights:
             self._idle(now)
             return False
         self._checked = False
-        launched = [] if batch is None else self._launch(batch)
+        launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
         self._flights = launched if self._lookahead else []
         for flight in landing:
@@ -251,6 +238,7 @@ class Worker:
         for live in list(self._live.values()):
             self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
         self._flights.clear()
+        self._cohort.clear()
         self.sessions.close()
 
     # --- requests begin -----------------------------------------------------------------------------------------------
@@ -329,7 +317,7 @@ class Worker:
             live.request.priority,
             call,
         )
-        call.handle = _Handle(item)
+        call.item = item
         self.scheduler.ready(item)
 
     def _reuse_prefix(self, live: _Live, call: CallRun) -> None:
@@ -353,12 +341,25 @@ class Worker:
         call.done = live.cached = skipped
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def _launch(self, batch: Batch) -> list[Flight]:
-        work = []
-        for item, tokens in zip(batch.items, batch.tokens, strict=True):
-            call: CallRun = item.payload
-            tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
-            work.append(Work(call, call.done, tokens, call.done + tokens >= call.length))
+    def _next_work(self, now: float) -> list[Work]:
+        """What the next step runs. While the calls of one step all follow those of the step before, and nobody else has
+        anything to run, the scheduler has nothing to choose and is not asked."""
+        cohort, self._cohort = self._cohort, []
+        if cohort and not self.scheduler.idle:
+            for call in cohort:
+                self._offer(self._live[call.run.request.id], call, now)
+            cohort = []
+        batch = self.scheduler.next(now)
+        if batch is not None:
+            return [self._work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
+        return [Work(call, 0, 1, True) for call in cohort]
+
+    @staticmethod
+    def _work(call: CallRun, tokens: int) -> Work:
+        tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
+        return Work(call, call.done, tokens, call.done + tokens >= call.length)
+
+    def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
         now = time.monotonic()
         for flight in flights:
@@ -370,7 +371,7 @@ class Worker:
     def _launched(self, flight: Flight, index: int, w: Work, now: float) -> None:
         call = w.call
         live = self._live[call.run.request.id]
-        call.handle.flight, call.handle.index = flight, index
+        call.flight, call.index = flight, index
         call.done += w.tokens
         call.chunks += 1
         if not w.complete:
@@ -382,7 +383,7 @@ class Worker:
         results = self.engine.land(flight)
         for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
             live = self._live.get(w.call.run.request.id)
-            if live is None or live.run is not w.call.run or w.call.handle.void:
+            if live is None or live.run is not w.call.run or w.call.dropped:
                 continue  # it has ended, or this step should not have been
             if isinstance(result, Exception):
                 self._fail(live, result)
@@ -400,26 +401,41 @@ class Worker:
         """Make ready what will follow the calls of *flight*, which still runs."""
         if flight.outcome is None:
             return
-        now = time.monotonic()
+        foreseen, all_again = [], len(self._flights) == 1
         for w, result in zip(flight.work, flight.outcome.results, strict=True):
-            live = self._live.get(w.call.run.request.id)
-            if live is None or live.run is not w.call.run or result.outputs is None or w.call.handle.void:
+            call = w.call
+            live = self._live.get(call.run.request.id)
+            if live is None or live.run is not call.run or result.outputs is None or call.dropped:
+                all_again &= result.outputs is not None
                 continue
-            call = live.run.foresee(w.call, result.outputs, self._may_foresee)
-            if call is not None:
-                self._offer(live, call, now)
+            ahead = live.run.foresee(call, result.outputs, self._may_foresee)
+            if ahead is None:
+                continue
+            foreseen.append((live, ahead))
+            all_again = all_again and ahead.op is call.op and ahead.length == 1 and not call.op.varying
+        if all_again and self.scheduler.idle:
+            self._cohort = [ahead for _, ahead in foreseen]
+            return
+        now = time.monotonic()
+        for live, ahead in foreseen:
+            self._offer(live, ahead, now)
 
     def _may_foresee(self, op: CallOp) -> bool:
-        return all(self.resources[name].speculates for name in op.entry.resources)
+        may = self._foreseeable.get(op)
+        if may is None:
+            may = self._foreseeable[op] = all(self.resources[name].speculates for name in op.entry.resources)
+        return may
 
     def _drop(self, call: CallRun) -> None:
         """*call* was foreseen and is not to be."""
-        handle: _Handle = call.handle
-        handle.void = True
-        if handle.flight is None:
-            self.scheduler.drop(handle.item)
-        elif handle.flight.failure is None:
-            self.engine.retract(handle.flight, handle.index)
+        call.dropped = True
+        if call.flight is not None:
+            if call.flight.failure is None:
+                self.engine.retract(call.flight, call.index)
+        elif call.item is not None:
+            self.scheduler.drop(call.item)
+        else:
+            self._cohort.remove(call)
 
     def _end_fresh(self, live: _Live) -> None:
         """The prompt is computed (or never will be): siblings may go on."""
@@ -448,6 +464,8 @@ class Worker:
         if self._live.pop(live.request.id, None) is None:
             return
         self._timeouts.discard(live)
+        if self._cohort:
+            self._cohort = [call for call in self._cohort if call.run is not live.run]
         self.scheduler.forget(live.request.id)
         if live.started is not None:
             self._running -= 1
