@@ -16,6 +16,7 @@ from mstar.nn.ops import cuda_sampling
 from mstar.resources.base import Owner, ResourceContext, Row
 from mstar.resources.sampler import SamplerResource
 from mstar.resources.sampler_rows import SlotTable
+from mstar.resources.staging import Stage
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import Sampler
 
@@ -206,7 +207,7 @@ MIXED: list[dict[str, Any]] = [
 def test_the_sampler_draws_the_same_tokens_with_it(chosen: list[dict[str, Any]]) -> None:
     drawn = []
     for device, fused in (("cpu", False), (DEVICE, True)):
-        context = ResourceContext(device=torch.device(device), dtype=torch.float32, max_owners=len(chosen))
+        context = ResourceContext(torch.device(device), torch.float32, len(chosen), stage=Stage(device))
         resource = SamplerResource("sampler", Sampler(vocab=600), context)
         if fused:
             resource._fused = cuda_sampling.sample

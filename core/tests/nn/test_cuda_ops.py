@@ -113,7 +113,9 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
     assert "cp.async.bulk.prefetch" in before
     assert "wgmma.mma_async" in few
     assert few.count("cp.async.cg") >= 3 * 8  # three steps on their way before the first is used
-    assert "atom.global.gpu.acq_rel" in few
+    counted = few.index("atom.global.gpu.acq_rel")
+    assert few.rindex("st.global", 0, counted) < few.rindex("bar.sync", 0, counted)  # parts are stored, by all threads
+    assert "ld.global.cg" in few[counted:]  # not from a cache that other programs do not write to
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:

@@ -206,8 +206,9 @@ def _few_rows(
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
-_COUNTERS = 1 << 14
-_STREAMS = 16
+_COUNTERS = 1024
+"""Tiles that are added up by a launch."""
+_STREAMS = 72  # torch has a pool of 32 a priority, and there is the default one
 _pools: dict[torch.device, Tensor] = {}
 _lines: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -224,9 +225,10 @@ def _counters(device: torch.device) -> Tensor:
             pool = _pools[device] = torch.zeros((_STREAMS, _COUNTERS), dtype=torch.int32, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # other streams will use their lines
-        if len(_lines) >= _STREAMS:
+        used = sum(known == device for known, _ in _lines)
+        if used == _STREAMS:
             raise RuntimeError(f"linear layers run on more than {_STREAMS} streams")
-        line = _lines[device, stream] = pool[sum(known == device for known, _ in _lines)]
+        line = _lines[device, stream] = pool[used]
     return line
 
 
@@ -267,18 +269,21 @@ def _launch(
         )  # fmt: skip
         return
     block_m = max(most, 16)
-    groups = -(-rows // block_m)
-    parts = counters = x
-    if cut.split > 1:
-        if tiles * groups > _COUNTERS:
-            cut = cut._replace(split=1)
-        else:
+    if tiles > _COUNTERS:
+        cut = cut._replace(split=1)
+    at_once = rows if cut.split == 1 else _COUNTERS // tiles * block_m
+    for start in range(0, rows, at_once):  # one turn, but for a prompt in deterministic mode
+        some, result = x[start : start + at_once], out[start : start + at_once]
+        groups = -(-some.shape[0] // block_m)
+        parts = counters = x
+        if cut.split > 1:
             size = groups * tiles * cut.split * (cut.block_n + 1) * block_m
             parts, counters = x.new_empty(size, dtype=torch.float32), _counters(x.device)
-    _few_rows[(tiles, cut.split, groups)](
-        x, weight, norm, bias, out, parts, counters, rows, eps, x.stride(0), out.stride(0), features, k,
-        cut.block_n, block_m, cut.block_k, cut.split, cut.stages, *flags, num_warps=cut.warps, **pdl.options(),
-    )  # fmt: skip
+        _few_rows[(tiles, cut.split, groups)](
+            some, weight, norm, bias, result, parts, counters, some.shape[0], eps, x.stride(0), out.stride(0),
+            features, k, cut.block_n, block_m, cut.block_k, cut.split, cut.stages, *flags,
+            num_warps=cut.warps, **pdl.options(),
+        )  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

@@ -18,13 +18,15 @@ UNMEASURED = 16
 """Most rows for sizes that were not measured; beyond, cuBLAS reads the weights about as fast."""
 
 SMS = 132  # multiprocessors of an H100 or H200
+SHARED = 224 << 10  # bytes of shared memory of one, beside what it keeps for itself
 _LEAST = 8192
 """Least bytes that a program reads: less does not pay for starting it."""
 
 
 class Cut(NamedTuple):
     """*block_n* output features (for a gated layer: half of them gates) and *block_k* input features at a time; *split*
-    programs share the input features; *stages* blocks are on their way from memory at once (one row: two)."""
+    programs share the input features; *stages* blocks have room in shared memory, all but one on their way. With one
+    row, two are in registers."""
 
     block_n: int
     block_k: int
@@ -68,7 +70,7 @@ def default(key: Key) -> Cut:
     block_k = 128
     tiles, steps = -(-key.n // 64), -(-key.k // block_k)
     split = min(_splits(steps), key=lambda split: _cost(tiles * split, split))
-    stages = max(min(steps // split, 4 if key.rows > 32 else 5), 2)
+    stages = min(steps // split + 1, 4 if key.rows > 32 else 5)
     return Cut(64, block_k, split, stages)
 
 
@@ -85,8 +87,14 @@ def candidates(key: Key) -> list[Cut]:
         ):  # fmt: skip
             tiles, steps = -(-key.n // block_n), -(-key.k // block_k)
             ways = sorted(_splits(steps), key=lambda split: _cost(tiles * split, split))[:2]
-            found += [Cut(block_n, block_k, s, max(min(steps // s, stages), 2), warps) for s in ways]
-    return list(dict.fromkeys(found))[:12]
+            found += [Cut(block_n, block_k, s, min(steps // s + 1, stages), warps) for s in ways]
+    fitting = [cut for cut in found if _shared(cut, key.rows) <= SHARED]
+    return list(dict.fromkeys(fitting))[:12]
+
+
+def _shared(cut: Cut, rows: int) -> int:
+    """Bytes of shared memory that a program's pipeline takes."""
+    return 0 if rows == 1 else cut.stages * (cut.block_n + max(rows, 16)) * cut.block_k * 2
 
 
 def _splits(steps: int) -> list[int]:
