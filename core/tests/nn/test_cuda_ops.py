@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    files = [HERE / f"cuda_{name}_cases.py" for name in ("linear", "ops", "sampling")]
+    files = [HERE / f"cuda_{name}_cases.py" for name in ("attention", "linear", "ops", "sampling")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -60,6 +60,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     """The interpreter accepts what the compiler does not."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda
+    from mstar.nn.ops import cuda_attention as attention
     from mstar.nn.ops import cuda_sampling as sampling
 
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
@@ -81,6 +82,13 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
         "keys:bf16 values:bf16 places:i64 k:bf16 v:bf16",
         **{"k_stride": 512, "v_stride": 512, "width": 128, "block": 128},
     )
+    mixed = "heads:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 out:bf16 "
+    listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
+    shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
+    way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
+    decoding = _compile(attention._decode, mixed + listed, "eps:fp32", **shape, **way)
+    assert "mma.sync" in decoding
+    assert "griddepcontrol.wait" in decoding
     rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
     sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
     lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
