@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from mstar.nn.config import ACTIVATIONS
-from mstar.nn.decoder import GatedMLP
+from mstar.nn import ops
+from mstar.nn.config import ACTIVATIONS, DecoderConfig
+from mstar.nn.decoder import DecoderStack, GatedMLP
 from mstar.nn.linear import QKVLinear
 from mstar.nn.norm import RMSNorm
 
@@ -57,3 +61,59 @@ def test_grouped_heads_are_laid_out_query_first() -> None:
     layer = QKVLinear(8, heads=4, kv_heads=2, head_dim=3)
     assert layer.parts == {"q_proj": 12, "k_proj": 6, "v_proj": 6}
     assert layer.weight.shape == (24, 8)
+
+
+class _Mixing:
+    """Attention without memory: each token's queries, scaled."""
+
+    def attend_heads(self, layer: int, heads: Tensor, q_heads: int, rotation: Any, norms: Any) -> Tensor:
+        return heads[:, :q_heads] * (layer + 1)
+
+
+class _Device:
+    """What a device's kernels do, in torch, and which of them were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.calls: list[str] = []
+        for name in ("add_linear", "norm_linear", "norm_gate_up"):
+            monkeypatch.setattr(ops, name, getattr(self, name))
+
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        self.calls.append("add_linear")
+        residual.add_(F.linear(x, weight, bias))
+        return True
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls.append("norm_linear")
+        return F.linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        gate, up = self.norm_linear(x, norm, eps, weight, bias).chunk(2, -1)
+        self.calls[-1] = "norm_gate_up"
+        return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_layers_take_in_what_stands_beside_them(
+    activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DecoderConfig(
+        16, 8, 2, 2, 1, 4, 12, 32, activation=activation, qkv_bias=bias, o_bias=bias, mlp_bias=bias
+    )  # fmt: skip
+    stack = random_(DecoderStack(config))
+    x, positions = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), torch.arange(3)
+    exact = stack(x.clone(), positions, _Mixing())
+    device = _Device(monkeypatch)
+    got = stack(x.clone(), positions, _Mixing())
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+    gate_up = "norm_gate_up" if activation == "silu" else "norm_linear"
+    assert device.calls == 2 * ["norm_linear", "add_linear", gate_up, "add_linear"]
+
+    # A layer with a product of its own keeps it, and what it found is added within the next norm or at the end.
+    for layer in stack.layers:
+        for owner in (layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            owner.product = lambda x, bias, weight=owner.weight: F.linear(x, weight, bias)
+    device.calls.clear()
+    torch.testing.assert_close(stack(x.clone(), positions, _Mixing()), exact, rtol=1e-4, atol=1e-4)
+    assert device.calls == ["norm_linear"]  # the second layer's first norm has something to add

@@ -22,15 +22,18 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    files = [HERE / "cuda_ops_cases.py", HERE / "cuda_sampling_cases.py"]
+    files = [HERE / f"cuda_{name}_cases.py" for name in ("attention", "linear", "ops", "sampling")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _compile(kernel: Any, pointers: str, numbers: str = "", **constants: Any) -> str:
-    """Compile for an H100 or H200, which needs no GPU; returns the PTX. *pointers*: ``name:type`` …"""
+def _compile(kernel: Any, pointers: str, numbers: str = "", aligned: bool = False, **constants: Any) -> str:
+    """Compile for an H100 or H200, which needs no GPU, to start early; returns the PTX. *pointers*: ``name:type`` …
+
+    :param aligned: whether pointers are multiples of 16 bytes.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -38,15 +41,26 @@ def _compile(kernel: Any, pointers: str, numbers: str = "", **constants: Any) ->
     typed = {name: f"*{kind}" for name, kind in (each.split(":") for each in pointers.split())}
     typed |= dict(each.split(":") for each in numbers.split())
     signature = {name: typed.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"enable_fp_fusion": True}  # the default, which some releases warn of
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    places = [number for number, kind in enumerate(signature.values()) if kind.startswith("*")] if aligned else []
+    attributes = {(number,): [["tt.divisibility", 16]] for number in places}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, "early": True}, attrs=attributes)
+    options = {"enable_fp_fusion": True, "launch_pdl": True}  # the first is the default, which some releases warn of
+    ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    # Nothing but weights is touched before the kernels before have ended.
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    assert wait, "the kernel does not wait for those before it"
+    assert "st.global" not in before
+    assert "atom." not in before
+    if kernel.__name__ not in ("_one_row", "_few_rows"):
+        assert "ld.global" not in before
+    return ptx
 
 
 def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The interpreter accepts what the compiler does not."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda
+    from mstar.nn.ops import cuda_attention as attention
     from mstar.nn.ops import cuda_sampling as sampling
 
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
@@ -68,6 +82,13 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
         "keys:bf16 values:bf16 places:i64 k:bf16 v:bf16",
         **{"k_stride": 512, "v_stride": 512, "width": 128, "block": 128},
     )
+    mixed = "heads:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 out:bf16 "
+    listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
+    shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
+    way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
+    decoding = _compile(attention._decode, mixed + listed, "eps:fp32", **shape, **way)
+    assert "mma.sync" in decoding
+    assert "griddepcontrol.wait" in decoding
     rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
     sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
     lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
@@ -78,6 +99,31 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
     drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
+
+
+def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_linear
+
+    pointers = "x:bf16 w:bf16 norm:bf16 bias:bf16 out:bf16 "
+    sizes: dict[str, Any] = {"features": 1024, "k_size": 1024, "normed": True, "gated": True, "biased": False}
+    one = _compile(
+        cuda_linear._one_row, pointers, "eps:fp32", aligned=True, block_n=8, block_k=512, added=False, **sizes
+    )
+    before, _, _ = one.partition("griddepcontrol.wait")
+    assert before.count("ld.global") == 4  # a tile of 8 kB: 64 bytes a thread, in pieces of 16
+    assert "cp.async.bulk.prefetch" in before  # the next one
+    few = _compile(
+        cuda_linear._few_rows, pointers + "parts:fp32 counters:i32", "rows:i32 eps:fp32", aligned=True,
+        x_stride=1024, out_stride=1024, block_n=64, block_m=16, block_k=128, split=2, stages=4, added=True, **sizes,
+    )  # fmt: skip
+    before, _, _ = few.partition("griddepcontrol.wait")
+    assert "cp.async.bulk.prefetch" in before
+    assert "wgmma.mma_async" in few
+    assert few.count("cp.async.cg") >= 3 * 8  # three steps on their way before the first is used
+    counted = few.index("atom.global.gpu.acq_rel")
+    assert few.rindex("st.global", 0, counted) < few.rindex("bar.sync", 0, counted)  # parts are stored, by all threads
+    assert "ld.global.cg" in few[counted:]  # not from a cache that other programs do not write to
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:

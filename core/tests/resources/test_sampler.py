@@ -365,3 +365,19 @@ def test_works_in_and_out_of_inference_mode() -> None:
         inside = step(resource, [owner], logits(1))
     resource.open(owner, EngineRequest(id="a", sampling={"sampler": SamplingParams(seed=1, top_p=0.9)}))
     assert step(resource, [owner], logits(1)) == inside
+
+
+@pytest.mark.parametrize("params", MIXED)
+def test_a_retracted_step_leaves_no_trace(params: dict[str, Any]) -> None:
+    plain, ahead = sampler(), sampler()
+    for resource in (plain, ahead):
+        start(resource, "a", prompt=(1, 7), **params)
+    owner = Owner("a")
+    for turn in range(6):
+        if turn % 2:
+            step(ahead, [owner], logits(1, 100 + turn))  # launched too early, whatever it sampled
+            ahead.retract(Row(owner))
+        assert step(ahead, [owner], logits(1, turn)) == step(plain, [owner], logits(1, turn))
+    for resource in (plain, ahead):
+        resource.close(owner)
+        resource.check([])

@@ -39,11 +39,22 @@ class GatedMLP(nn.Module):
         self.activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self._activated(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def beside(self, x: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor | None:
+        """``self(norm(x, delta))`` for the stream *x*; see :class:`DecoderLayer`."""
+        layer, hidden = self.gate_up_proj, None
+        if delta is None and layer.product is None and self.activation is F.silu:
+            hidden = ops.norm_gate_up(x, norm.weight, norm.eps, layer.weight, layer.bias)
+        if hidden is None:
+            hidden = self._activated(layer.after(norm, x, delta))
+        return self.down_proj.add_to(x, hidden)
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
         if self.activation is F.silu:
-            return self.down_proj(ops.silu_mul(gate_up))  # type: ignore[no-any-return]
+            return ops.silu_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)
-        return self.down_proj(self.activation(gate).mul_(up))  # type: ignore[no-any-return]
+        return self.activation(gate).mul_(up)
 
 
 class Attention(nn.Module):
@@ -63,19 +74,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+    def beside(self, x: Tensor, delta: Tensor | None, norm: RMSNorm, rotation: Rotation, kv: Any) -> Tensor | None:
+        """Attention over ``norm(x, delta)`` for the stream *x*; see :class:`DecoderLayer`."""
+        heads = self.qkv_proj.after(norm, x, delta).view(x.shape[0], -1, self.head_dim)
         norms: ops.HeadNorms | None = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         mixed = kv.attend_heads(self.layer, heads, self.heads, rotation, norms)
-        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj.add_to(x, mixed.flatten(1))
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP beside a residual stream.
 
-    What a block adds to the stream is handed on as *delta* and added within the next norm, which reads the stream too.
+    What a block adds to the stream is handed on as *delta* and added within the next norm, which reads the stream too;
+    or its last product adds it (:meth:`mstar.nn.linear.Linear.add_to`), and there is no *delta*.
     """
 
     def __init__(self, config: DecoderConfig, layer: int):
@@ -85,13 +98,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
 
-    def forward(self, x: Tensor, delta: Tensor | None, rotation: Rotation, kv: Any) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None, rotation: Rotation, kv: Any) -> Tensor | None:
         """*x*: the stream ``[N, hidden]``; *delta*, which is still to be added, is added to it in place.
 
-        :returns: what this layer's MLP adds, for the next norm.
+        :returns: what is still to be added of this layer's MLP, for the next norm.
         """
-        delta = self.self_attn(self.input_layernorm(x, delta), rotation, kv)
-        return self.mlp(self.post_attention_layernorm(x, delta))  # type: ignore[no-any-return]
+        delta = self.self_attn.beside(x, delta, self.input_layernorm, rotation, kv)
+        return self.mlp.beside(x, delta, self.post_attention_layernorm)
 
 
 class DecoderStack(nn.Module):

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mstar.nn import ops
+from mstar.nn.norm import RMSNorm
+
 __all__ = ["ColumnLinear", "LMHead", "Linear", "MergedLinear", "QKVLinear", "RowLinear", "VocabEmbedding"]
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -36,7 +39,24 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias)
+
+    def after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
+        """``self(norm(x, delta))``, in one kernel where there is one."""
+        if delta is None and self.product is None:
+            out = ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+            if out is not None:
+                return out
+        return self(norm(x, delta))  # type: ignore[no-any-return]
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+        """Add ``self(x)`` to *residual* in place where one kernel does both.
+
+        :returns: what is still to be added: ``None`` or ``self(x)``.
+        """
+        if self.product is None and ops.add_linear(residual, x, self.weight, self.bias):
+            return None
+        return self(x)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"

@@ -43,7 +43,7 @@ class CausalLMNode(Node):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[M, hidden]`` → ``[M, vocab]``."""
-        return self.lm_head(self.model.norm(hidden))  # type: ignore[no-any-return]
+        return self.lm_head.after(self.model.norm, hidden, None)
 
     def forward(self, step: Step, ids: Tensor) -> Mapping[str, Sampled]:
         """Entry ``forward``."""

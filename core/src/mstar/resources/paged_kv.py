@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +87,15 @@ class PagedView:
 
         :param heads: ``[N, q_heads + 2 * kv_heads, head_dim]``: queries, keys, values; may be overwritten.
         """
+        window = self._windows[layer] if self._windows else None
+        how: dict[str, Any] = {"window": window, "causal": causal, "scale": scale, "softcap": softcap}
+        if self._places is not None:
+            mixed = self._plan.attend_heads(layer, heads, q_heads, rotation, norms, self._places, **how)
+            if mixed is not None:
+                return mixed
         keys, values = self._memory.keys_values(layer)
         q, k, v = ops.rotate_store(heads, q_heads, rotation.cos, rotation.sin, norms, keys, values, self._places)
-        window = self._windows[layer] if self._windows else None
-        return self._plan.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+        return self._plan.attend(layer, q, k, v, **how)
 
 
 class PagedKV(Resource):

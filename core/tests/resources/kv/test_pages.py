@@ -256,3 +256,39 @@ def test_free_runs_join_again() -> None:
 def test_pages_import_no_torch() -> None:
     code = "import sys, mstar.resources.pages, mstar.resources.slots; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ids_that_are_told_late_make_pages_reusable() -> None:
+    pool, first, second = PagePool(8, 2), Owner("first"), Owner("second")
+    assert pool.reserve(first, 4)
+    pool.open(first)
+    for count, ids in ((3, (5, 6, 7)), (1, None), (1, None)):
+        pool.grow(first, count)
+        pool.commit(first, count, ids)
+    assert pool.reserve(second, 4)
+    pool.open(second)
+    assert pool.match(second, (5, 6, 7, 8, 9, 1)) == 2, "the second page's last id is not known yet"
+    pool.learn(first, (8,))
+    assert pool.match(second, (5, 6, 7, 8, 9, 1)) == 4
+    pool.learn(first, (9,))
+    with pytest.raises(IntegrityError, match="learns more"):
+        pool.learn(first, (1,))
+    pool.check([first, second])
+
+
+def test_a_retracted_token_is_written_again() -> None:
+    pool, owner = PagePool(4, 2), Owner("a")
+    assert pool.reserve(owner, 2)
+    pool.open(owner)
+    pool.grow(owner, 2)
+    pool.commit(owner, 2, (1, 2))
+    pool.grow(owner, 1)
+    pool.commit(owner, 1, None)
+    pool.retract(owner, 1)
+    assert pool.length(owner) == 2
+    assert pool.grow(owner, 1).copies == []
+    pool.commit(owner, 1, (3,))
+    with pytest.raises(IntegrityError, match="cannot retract"):
+        pool.retract(owner, 1)
+    pool.close(owner)
+    pool.check([])

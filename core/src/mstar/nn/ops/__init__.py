@@ -1,9 +1,10 @@
-"""The operations between matrix products, one call each, so that a device's fused kernels have a place to plug in.
+"""The operations of layers, one call each, so that a device's fused kernels have a place to plug in.
 
 Layers call these functions only. Each picks an implementation by where its tensors are: numba kernels on the CPU
 (:mod:`mstar.nn.ops.cpu`) if numba is installed and works here, Triton kernels on CUDA (:mod:`mstar.nn.ops.cuda`,
-:mod:`mstar.nn.ops.cuda_sampling`) if Triton is installed, else plain torch (:mod:`mstar.nn.ops.reference`), which says
-what each operation means.
+:mod:`mstar.nn.ops.cuda_linear`, :mod:`mstar.nn.ops.cuda_sampling`) if Triton is installed, else plain torch
+(:mod:`mstar.nn.ops.reference`), which says what each operation means. On CUDA a linear layer may take in the operations
+beside it; the layers ask whether it does, and elsewhere it never does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mstar.nn.ops import reference
@@ -23,10 +25,14 @@ from mstar.nn.ops.reference import HeadNorms
 __all__ = [
     "HeadNorms",
     "Sample",
+    "add_linear",
     "add_rms_norm",
     "cpu_kernels_fault",
     "cuda_kernels_fault",
     "fused_sample",
+    "linear",
+    "norm_gate_up",
+    "norm_linear",
     "rotate",
     "rotate_store",
     "rotation",
@@ -71,6 +77,7 @@ def cuda_kernels_fault() -> str | None:
     """Why the Triton kernels cannot be used, or ``None``. They are compiled at their first use, once a machine."""
     try:
         import mstar.nn.ops.cuda
+        import mstar.nn.ops.cuda_linear
         import mstar.nn.ops.cuda_sampling  # noqa: F401
     except ImportError as error:
         fault = f"{error.name} cannot be imported: {error}"
@@ -92,6 +99,47 @@ def _ops(x: Tensor) -> ModuleType:
     if x.is_cpu:
         return _on_cpu() if x.dtype is not torch.float16 else reference
     return _on_cuda() if x.is_cuda else reference
+
+
+def _linear(x: Tensor) -> ModuleType | None:
+    """The kernels for linear layers of few rows, if *x* is where they run."""
+    if not x.is_cuda or cuda_kernels_fault() is not None:
+        return None
+    from mstar.nn.ops import cuda_linear
+
+    return cuda_linear
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` ``[..., N]`` of *x* ``[..., K]`` and *weight* ``[N, K]``."""
+    kernels = _linear(x)
+    out: Tensor | None = None if kernels is None else kernels.linear(x, weight, bias)
+    return F.linear(x, weight, bias) if out is None else out
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Add ``x @ weight.T + bias`` to *residual* ``[M, N]`` in place, if one kernel does it here.
+
+    :returns: whether it did; otherwise nothing was done.
+    """
+    kernels = _linear(x)
+    return kernels is not None and kernels.add_linear(residual, x, weight, bias)
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``linear(rms_norm(x))`` ``[M, N]`` in one kernel, or ``None`` where there is none for these tensors.
+
+    :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``.
+    """
+    kernels = _linear(x)
+    return None if kernels is None else kernels.norm_linear(x, norm, eps, weight, bias)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``silu_mul(linear(rms_norm(x)))`` ``[M, N / 2]``, otherwise as :func:`norm_linear`. *weight*: all gates, then all
+    ups."""
+    kernels = _linear(x)
+    return None if kernels is None else kernels.norm_gate_up(x, norm, eps, weight, bias)
 
 
 def fused_sample(device: torch.device) -> Sample | None:

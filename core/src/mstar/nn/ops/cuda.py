@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mstar.nn.ops import reference
+from mstar.nn.ops import pdl, reference
 from mstar.nn.ops.reference import HeadNorms
 
 __all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
@@ -43,8 +43,9 @@ def _known(*tensors: Tensor) -> bool:
 @triton.jit
 def _add_rms_norm(
     residual, delta, weight, out, eps, stride: tl.constexpr, delta_stride: tl.constexpr, size: tl.constexpr,
-    added: tl.constexpr, block: tl.constexpr,
+    added: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -73,7 +74,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
         block = _power(size)
         _add_rms_norm[(rows,)](
             residual, added, weight, out, eps, residual.stride(0), added.stride(0), size, delta is not None, block,
-            num_warps=_warps(block),
+            pdl.enabled(), num_warps=_warps(block), **pdl.options(),
         )  # fmt: skip
     return out
 
@@ -83,7 +84,10 @@ _ACTIVATED = 512
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr):
+def _silu_mul(
+    gate_up, out, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, early: tl.constexpr
+):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
@@ -101,13 +105,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((rows, size))
     if rows:
         block = min(_power(size), _ACTIVATED)
-        _silu_mul[(rows, -(-size // block))](gate_up, out, gate_up.stride(0), size, block, num_warps=_warps(block))
+        _silu_mul[(rows, -(-size // block))](
+            gate_up, out, gate_up.stride(0), size, block, pdl.enabled(), num_warps=_warps(block), **pdl.options()
+        )  # fmt: skip
     return out
 
 
 # --- rotation and the cache -------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def _rotation(positions, inverse, cos, sin, scale, size: tl.constexpr, block: tl.constexpr):
+def _rotation(
+    positions, inverse, cos, sin, scale, size: tl.constexpr, block: tl.constexpr, early: tl.constexpr
+):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
@@ -124,7 +133,9 @@ def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtyp
     cos, sin = torch.empty((2, rows, 1, size), dtype=dtype, device=inverse.device).unbind(0)
     if rows:
         # As a float, so that a scale of 1 makes no variant of its own.
-        _rotation[(rows,)](positions, inverse, cos, sin, float(scale), size, _power(size), num_warps=1)
+        _rotation[(rows,)](
+            positions, inverse, cos, sin, float(scale), size, _power(size), pdl.enabled(), num_warps=1, **pdl.options()
+        )  # fmt: skip
     return cos, sin
 
 
@@ -132,12 +143,13 @@ def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtyp
 def _rotate_store(
     heads, q, cos, sin, q_weight, k_weight, eps, keys, values, places,
     stride: tl.constexpr, q_heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr,
-    normed: tl.constexpr, stored: tl.constexpr, group: tl.constexpr, half_block: tl.constexpr,
+    normed: tl.constexpr, stored: tl.constexpr, group: tl.constexpr, half_block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program takes *group* heads of one token, as their lower and upper halves ``[group, size / 2]``."""
     half: tl.constexpr = size // 2
     turning: tl.constexpr = q_heads + kv_heads
     width: tl.constexpr = kv_heads * size
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * group + tl.arange(0, group))[:, None]
     at = tl.arange(0, half_block)[None, :]
@@ -214,7 +226,7 @@ def rotate_store(
             heads, q, cos, sin, q_weight, k_weight, float(eps),
             keys if stored else heads, values if stored else heads, places if stored else heads,
             stride, q_heads, kv_heads, size, norms is not None, stored, group, half_block,
-            num_warps=2,
+            pdl.enabled(), num_warps=2, **pdl.options(),
         )  # fmt: skip
     return q, heads[:, q_heads:turning], heads[:, turning:]
 
@@ -222,8 +234,9 @@ def rotate_store(
 @triton.jit(do_not_specialize_on_alignment=["places"])
 def _store_rows(
     keys, values, places, k, v, k_stride: tl.constexpr, v_stride: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr,
+    block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
@@ -241,7 +254,8 @@ def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tenso
         block = min(_power(width), 1024)
         grid = (rows, -(-width // block))
         _store_rows[grid](
-            keys, values, places, k, v, k.stride(0), v.stride(0), width, block, num_warps=_warps(block)
+            keys, values, places, k, v, k.stride(0), v.stride(0), width, block, pdl.enabled(),
+            num_warps=_warps(block), **pdl.options(),
         )  # fmt: skip
 
 

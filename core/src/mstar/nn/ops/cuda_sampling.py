@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mstar.nn.ops import pdl
+
 __all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "Summary", "apply_filters", "sample", "summarise"]
 
 # The columns of the slots' parameters that are read.
@@ -64,7 +66,9 @@ def _parameters(slots, floats, row, columns: tl.constexpr):
 def _summarise(
     logits, slots, floats, tops, sums, places,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     _, scale, _, _, _ = _parameters(slots, floats, row, columns)
@@ -154,12 +158,13 @@ def _histogram(
     logits, slots, floats, top_ks, tops, parts_before, state_before, parts, state,
     shift, second: tl.constexpr, level: tl.constexpr,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
-    block_lanes: tl.constexpr,
+    block_lanes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """What the sixteen digits hold that are *shift* bits up, for the first threshold that a row needs, or its *second*.
 
     :param level: 0 for the highest digit, 1 for the next, 2 for all others.
     """
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     slot, scale, top_p, _, greedy = _parameters(slots, floats, row, columns)
@@ -207,9 +212,10 @@ def _histogram(
 def _filtered(
     logits, slots, floats, top_ks, tops, parts_first, state_first, parts_second, state_second, thresholds, sums,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
-    block_lanes: tl.constexpr,
+    block_lanes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """The thresholds of rows with filters, and what their blocks still weigh relative to the row's best."""
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     slot, scale, top_p, min_p, greedy = _parameters(slots, floats, row, columns)
@@ -257,8 +263,9 @@ def _choose(
     logits, slots, floats, top_ks, uniforms, tops, sums, places, thresholds, sums_filtered, ids,
     filters: tl.constexpr,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
-    block_lanes: tl.constexpr,
+    block_lanes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     slot, scale, top_p, min_p, greedy = _parameters(slots, floats, row, columns)
     lane = tl.arange(0, block_lanes)
@@ -309,7 +316,9 @@ def summarise(logits: Tensor, slots: Tensor, floats: Tensor) -> Summary:
     places = logits.new_empty((rows, blocks), dtype=torch.int32)
     sizes = (floats.stride(0), logits.stride(0), vocab, blocks, block)
     lanes, warps = triton.next_power_of_2(blocks), min(max(block // 512, 1), 8)
-    _summarise[(rows, blocks)](logits, slots, floats, tops, sums, places, *sizes, num_warps=warps)
+    _summarise[(rows, blocks)](
+        logits, slots, floats, tops, sums, places, *sizes, pdl.enabled(), num_warps=warps, **pdl.options()
+    )
     return Summary(tops, sums, filtered, thresholds, places, sizes, lanes, warps)
 
 
@@ -323,12 +332,14 @@ def apply_filters(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, 
         before, level = max(number - 1, 0), number % levels
         _histogram[(rows, blocks)](
             logits, slots, floats, top_k, known.tops, parts[before], state[before], parts[number], state[number],
-            4 * (levels - 1 - level), number >= levels, min(level, 2), *known.sizes, known.lanes, num_warps=8,
+            4 * (levels - 1 - level), number >= levels, min(level, 2), *known.sizes, known.lanes, pdl.enabled(),
+            num_warps=8, **pdl.options(),
         )  # fmt: skip
     first, last = levels - 1, 2 * levels - 1
     _filtered[(rows, blocks)](
         logits, slots, floats, top_k, known.tops, parts[first], state[first], parts[last], state[last],
-        known.thresholds, known.filtered, *known.sizes, known.lanes, num_warps=known.warps,
+        known.thresholds, known.filtered, *known.sizes, known.lanes, pdl.enabled(),
+        num_warps=known.warps, **pdl.options(),
     )  # fmt: skip
 
 
@@ -356,6 +367,7 @@ def sample(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, uniform
         apply_filters(logits, slots, floats, top_k, known)
     _choose[(rows,)](
         logits, slots, floats, top_k, uniforms, known.tops, known.sums, known.places, known.thresholds, known.filtered,
-        ids, filters, *known.sizes, known.lanes, num_warps=known.warps,
+        ids, filters, *known.sizes, known.lanes, pdl.enabled(),
+        num_warps=known.warps, **pdl.options(),
     )  # fmt: skip
     return ids

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotation
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.staging import Stage
 from mstar.spec.errors import SetupError, nearest
@@ -99,6 +101,29 @@ class KVPlan(abc.ABC):
         :param softcap: logits become ``softcap * tanh(logits / softcap)`` before masking (Gemma 2).
         :returns: ``[N, query_heads, head_dim]`` in the dtype of *q*.
         """
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        places: Tensor,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor | None:
+        """``ops.rotate_store`` and :meth:`attend` in one operation, of a step whose keys and values are kept.
+
+        :param heads: ``[N, q_heads + 2 * kv_heads, head_dim]``: queries, keys, values, neither normed nor rotated.
+        :param places: int64 ``[N]``, where in the memory the step's keys and values go.
+        :returns: as :meth:`attend`; ``None`` if the plan has no such operation, and nothing was done. On a lane the
+            answer is the same in each step.
+        """
+        return None
 
 
 class RaggedPlan(abc.ABC):

@@ -4,6 +4,9 @@ Rows with one query, which come first in a step, are served by a decoding kernel
 FlashInfer's masks cannot express (sinks outside of a window; a window over keys beside the memory) is left to
 :class:`~mstar.resources.attention.TorchAttention`.
 
+Steps of few rows with one query each go to a kernel of our own where the caller leaves norm and rotation to it:
+:mod:`mstar.resources.attention.triton_decode`.
+
 On a lane the kernels of all ways of attending that the lane has seen are planned again for each step, before the graph
 that holds them is replayed. What a graph reads lies in tensors of the stage and in workspaces of the lane's kernels.
 """
@@ -21,6 +24,7 @@ from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, Li
 from mstar.resources.attention.flashinfer_plans import BesidePlan, LanePlan, SegmentsPlan, StepPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention
+from mstar.resources.attention.triton_decode import FewRows
 from mstar.resources.staging import Stage
 
 __all__ = ["FlashInferAttention"]
@@ -41,6 +45,7 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(self) -> None:
         self._torch = TorchAttention()
+        self.few = FewRows()
         self._libraries: dict[torch.device, Library] = {}
         self._kernels: dict[tuple[str, Shape, Combination], Kernel] = {}
         self._pages: weakref.WeakKeyDictionary[KVMemory, dict[int, list[_Pair]]] = weakref.WeakKeyDictionary()

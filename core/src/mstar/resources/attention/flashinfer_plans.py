@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotation
 from mstar.resources.attention.base import KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, KernelFault, Library, Shape
 from mstar.resources.attention.flashinfer_pages import (
@@ -20,6 +22,7 @@ from mstar.resources.attention.flashinfer_pages import (
     split_packed,
 )
 from mstar.resources.attention.memory import KVMemory
+from mstar.resources.attention.triton_decode import RowsPlan
 from mstar.resources.staging import Stage
 
 if TYPE_CHECKING:
@@ -99,6 +102,11 @@ class _Rows:
         kind = _decode_kind(self.shape, how) if self.decode else _prefill_kind(backend.library(device), self.pages, how)
         return backend.kernel(device, kind, self.shape, how)
 
+    def few(self, memory: KVMemory, batch: KVBatch) -> RowsPlan | None:
+        """For steps that are *batch*'s rows, which are these: see :mod:`mstar.resources.attention.triton_decode`."""
+        _, indptr, indices, last = self._tables
+        return self.backend.few.plan(memory, batch, self.shape.page, (indptr, last, indices))
+
     def attend(self, layer: int, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         if kernel.planned_for is not self:
             kernel.plan(self.pages, self)
@@ -120,6 +128,7 @@ class StepPlan(KVPlan):
             self._parts.append(self._rows(slice(0, decodes), 0, f"{key}.decode", True))
         if decodes < len(batch.lengths):
             self._parts.append(self._rows(slice(decodes, None), decodes, f"{key}.prefill", False))
+        self._few = self._parts[0].few(memory, batch) if decodes == len(batch.lengths) > 0 else None
 
     def _rows(self, rows: slice, first: int, key: str, decode: bool) -> _Rows:
         batch = self._batch
@@ -152,6 +161,24 @@ class StepPlan(KVPlan):
         if self._torch is None:
             self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
         return self._torch.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        places: Tensor,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor | None:
+        if self._few is None:
+            return None
+        return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
     def _expressible(self, q: Tensor, window: int | None, causal: bool) -> bool:
         if q.dtype is not self._memory.dtype:
@@ -193,6 +220,7 @@ class LanePlan(KVPlan):
     def __init__(self, backend: FlashInferAttention, memory: KVMemory, key: str):
         self._backend, self._memory, self._key = backend, memory, key
         self._rows: _LaneRows | None = None
+        self._few: RowsPlan | None = None
         self._windows = False
 
     def refill(self, batch: KVBatch, stage: Stage) -> None:
@@ -206,6 +234,7 @@ class LanePlan(KVPlan):
         self._windows = written and not batch.sink
         if self._rows is None:
             self._rows = _LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, True)
+            self._few = self._rows.few(self._memory, batch)
         else:
             self._rows.refill(pages)
 
@@ -229,6 +258,24 @@ class LanePlan(KVPlan):
         out = q.new_empty(q.shape)
         self._rows.attend(layer, self._rows.kernel(_how(q, window, causal, scale, softcap)), q, out)
         return out
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        places: Tensor,
+        *,
+        window: int | None = None,
+        causal: bool = True,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor | None:
+        if self._few is None:
+            return None
+        return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
 
 class _Segments:

@@ -1,0 +1,111 @@
+"""How the linear layers of :mod:`mstar.nn.ops.cuda_linear` are cut, by their sizes and the number of rows.
+
+``benchmarks/gpu_linear.py --sweep`` measures a few ways and prints lines for :data:`TUNED`; sizes that are not in it
+are cut by the reasoning of :func:`default`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+__all__ = ["CLASSES", "TUNED", "Cut", "Key", "candidates", "config", "default", "row_class"]
+
+CLASSES = (1, 4, 8, 16, 32, 64)
+"""Most rows of each class. A class has one cut, so a row's numbers are the same within it."""
+
+UNMEASURED = 16
+"""Most rows for sizes that were not measured; beyond, cuBLAS reads the weights about as fast."""
+
+SMS = 132  # multiprocessors of an H100 or H200
+SHARED = 224 << 10  # bytes of shared memory of one, beside what it keeps for itself
+_LEAST = 8192
+"""Least bytes that a program reads: less does not pay for starting it."""
+
+
+class Cut(NamedTuple):
+    """*block_n* output features (for a gated layer: half of them gates) and *block_k* input features at a time; *split*
+    programs share the input features; *stages* blocks have room in shared memory, all but one on their way. With one
+    row, two are in registers."""
+
+    block_n: int
+    block_k: int
+    split: int = 1
+    stages: int = 2
+    warps: int = 4
+
+
+class Key(NamedTuple):
+    """*n*: rows of the weight, gates and ups both. *k*: input features. *rows*: one of :data:`CLASSES`."""
+
+    n: int
+    k: int
+    gated: bool
+    rows: int
+
+
+TUNED: dict[Key, Cut | None] = {}
+"""Measured best; ``None``: cuBLAS is faster."""
+
+
+def row_class(rows: int) -> int | None:
+    return next((most for most in CLASSES if rows <= most), None)
+
+
+@cache
+def config(key: Key) -> Cut | None:
+    """The cut for *key*, or ``None`` where the layer is better left to cuBLAS."""
+    if key in TUNED:
+        return TUNED[key]
+    return default(key) if key.rows <= UNMEASURED else None
+
+
+def default(key: Key) -> Cut:
+    """Without measurement: programs for every multiprocessor, evenly, with tens of kilobytes each on their way."""
+    if key.rows == 1:
+        # A program's rows of the weight are read as one piece of 16 kB, which no program waits to see used.
+        block_k = min(_power_below(key.k), 1024)
+        block_n = max(min(_LEAST // block_k, _power_below(key.n // (4 * SMS))), 4)
+        return Cut(block_n, block_k, warps=max(min(block_k // 256, 4), 1))
+    block_k = 128
+    tiles, steps = -(-key.n // 64), -(-key.k // block_k)
+    split = min(_splits(steps), key=lambda split: _cost(tiles * split, split))
+    stages = min(steps // split + 1, 4 if key.rows > 32 else 5)
+    return Cut(64, block_k, split, stages)
+
+
+def candidates(key: Key) -> list[Cut]:
+    """Cuts worth measuring, the default first; at most twelve."""
+    found = [default(key)]
+    if key.rows == 1:
+        sizes = ((4, 512), (8, 512), (16, 512), (2, 1024), (4, 1024), (8, 1024), (16, 256), (4, 2048))
+        found += [Cut(n, k, warps=4) for n, k in sizes if k <= key.k]
+        found += [Cut(n, k, warps=8) for n, k in ((8, 1024), (4, 2048)) if k <= key.k]
+    else:
+        for block_n, block_k, stages, warps in (
+            (64, 128, 5, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 64, 6, 8), (32, 256, 4, 4), (64, 64, 8, 4),
+        ):  # fmt: skip
+            tiles, steps = -(-key.n // block_n), -(-key.k // block_k)
+            ways = sorted(_splits(steps), key=lambda split: _cost(tiles * split, split))[:2]
+            found += [Cut(block_n, block_k, s, min(steps // s + 1, stages), warps) for s in ways]
+    fitting = [cut for cut in found if _shared(cut, key.rows) <= SHARED]
+    return list(dict.fromkeys(fitting))[:12]
+
+
+def _shared(cut: Cut, rows: int) -> int:
+    """Bytes of shared memory that a program's pipeline takes."""
+    return 0 if rows == 1 else cut.stages * (cut.block_n + max(rows, 16)) * cut.block_k * 2
+
+
+def _splits(steps: int) -> list[int]:
+    return [split for split in range(1, min(steps, 16) + 1) if steps % split == 0]
+
+
+def _cost(programs: int, split: int) -> float:
+    """How much longer than at an even load, and what adding up the parts costs. Few programs leave memory waiting."""
+    uneven = -(-programs // SMS) * SMS / programs if programs < 6 * SMS else 1.0
+    return uneven + 0.02 * split + (0.15 if programs < 1.5 * SMS else 0.0)
+
+
+def _power_below(size: int) -> int:
+    return 1 << max(size, 1).bit_length() - 1

@@ -1,0 +1,121 @@
+"""Steps of few rows with one query each: everything between two matrix products in one kernel a layer.
+
+There FlashInfer's kernels wait more than they read: at one row over 1,024 tokens a layer's takes ten times as long as
+the keys and values take at copy bandwidth, and the kernel before it, which rotates and stores, has a launch of its own.
+So the plans of FlashInfer hand such steps to :mod:`mstar.nn.ops.cuda_attention`, with the page lists that are on the
+device for FlashInfer anyway. Nothing more is planned on the host for them.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from mstar.nn import ops
+from mstar.nn.ops import HeadNorms
+from mstar.nn.rotary import Rotation
+from mstar.resources.attention.base import KVBatch
+from mstar.resources.attention.memory import KVMemory
+
+__all__ = ["ROWS", "FewRows", "RowsPlan"]
+
+ROWS = 16
+"""Most rows of a step that it serves, those that pad a captured step included; 0: none. To be measured with
+``benchmarks/gpu_attention.py``; beyond it FlashInfer is near the limit by itself."""
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    if device.type != "cuda" or ops.cuda_kernels_fault() is not None:
+        return None
+    from mstar.nn.ops import cuda_attention
+
+    return cuda_attention
+
+
+class FewRows:
+    """One for each backend that hands steps on.
+
+    :param deterministic: divide contexts the same in steps of any number of rows, so that a row's result does not
+        depend on the others.
+    """
+
+    def __init__(self, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+        self._scratch: dict[tuple[torch.device, int, int], object] = {}
+
+    def plan(
+        self, memory: KVMemory, batch: KVBatch, page: int, tables: tuple[Tensor, Tensor, Tensor]
+    ) -> RowsPlan | None:
+        """``None`` if the step is not for it.
+
+        :param tables: on the device, as ``decode_heads`` takes them. :param page: tokens of a page in them.
+        """
+        rows, device = len(batch.lengths), memory.data.device
+        if not 0 < rows <= ROWS or batch.step_kv != "written" or (batch.lengths != 1).any():
+            return None
+        kernels = _kernels(device)
+        if kernels is None or not kernels.takes(memory.dtype, memory.head_dim):
+            return None
+        key = (device, memory.kv_heads, memory.head_dim)
+        if key not in self._scratch:
+            most = max(count * memory.kv_heads * self._splits(kernels, count, memory) for count in range(1, ROWS + 1))
+            self._scratch[key] = kernels.Scratch(most, memory.head_dim, device)
+        return RowsPlan(kernels, memory, page, tables, self._scratch[key], self._splits(kernels, rows, memory), batch)
+
+    def _splits(self, kernels: ModuleType, rows: int, memory: KVMemory) -> int:
+        splits: int = kernels.splits_for(rows, memory.kv_heads, memory.data.device, self._deterministic)
+        return splits
+
+
+class RowsPlan:
+    """A step of one query a row. It reads nothing but *tables*, so that of a lane serves all of the lane's steps."""
+
+    def __init__(
+        self,
+        kernels: ModuleType,
+        memory: KVMemory,
+        page: int,
+        tables: tuple[Tensor, Tensor, Tensor],
+        scratch: object,
+        splits: int,
+        batch: KVBatch,
+    ):
+        self._kernels, self._memory, self._page, self._tables = kernels, memory, page, tables
+        self._scratch, self._splits, self._rows, self._sinks = scratch, splits, len(batch.lengths), batch.sink > 0
+
+    def attend_heads(
+        self,
+        layer: int,
+        heads: Tensor,
+        q_heads: int,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        places: Tensor,
+        window: int | None,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """See :meth:`mstar.resources.attention.KVPlan.attend_heads`."""
+        if window is not None and self._sinks:
+            return None
+        if heads.shape[0] != self._rows:
+            raise ValueError(f"{heads.shape[0]} queries in a step that was planned for {self._rows}")
+        mixed: Tensor | None = self._kernels.decode_heads(
+            heads,
+            q_heads,
+            rotation.cos,
+            rotation.sin,
+            norms,
+            *self._memory.keys_values(layer),
+            places,
+            self._tables,
+            self._page,
+            self._scratch,
+            self._splits,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+        )
+        return mixed

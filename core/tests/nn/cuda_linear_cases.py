@@ -1,0 +1,173 @@
+"""Linear layers in Triton against float64, from the same rounded inputs. Run as ``cuda_ops_cases.py`` is."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mstar.nn.ops import cuda_linear, cuda_linear_table
+from mstar.nn.ops.cuda_linear_table import Cut, Key
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+BF16, F16 = torch.bfloat16, torch.float16
+SIZES = [(256, 128, BF16), (144, 272, BF16), (144, 272, F16)]  # 144 × 272 fills no block
+CUTS = {
+    1: [Cut(32, 128), Cut(64, 256, warps=1)],
+    4: [Cut(32, 64), Cut(32, 64, split=2, stages=3), Cut(64, 32, split=4)],
+}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as integers, and in ``tl.dot`` multiplies those."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """``cut(layer, rows' cut)``: how any layer is cut from now on."""
+
+    def force(chosen: Cut) -> None:
+        monkeypatch.setattr(cuda_linear, "config", lambda key: chosen)
+        monkeypatch.setattr(cuda_linear, "default", lambda key: chosen)
+
+    yield force
+    cuda_linear.set_deterministic(False)
+
+
+def close(got: Tensor, exact: Tensor) -> None:
+    """*exact* within one rounding of the dtype, and float32's of a sum; the interpreter cuts bfloat16 off, twice."""
+    limit = {torch.bfloat16: 2**-6 if INTERPRETED else 2**-7, torch.float16: 2**-10}[got.dtype]
+    torch.testing.assert_close(got.double(), exact, rtol=limit, atol=limit * exact.abs().max().item() / 2)
+
+
+def normed(x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+
+
+def gated(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+CASES = [case for rows, most in ((1, 1), (3, 4), (18, 4)) for case in itertools.product([rows], CUTS[most])]
+
+
+@pytest.mark.parametrize(("n", "k", "dtype"), SIZES)
+@pytest.mark.parametrize(("rows", "chosen"), CASES)
+def test_every_kind_of_layer(n: int, k: int, dtype: torch.dtype, rows: int, chosen: Cut, cut: object) -> None:
+    cut(chosen)  # type: ignore[operator]
+    x = draw(rows, k + 8, dtype=dtype)[:, :k]  # a slice of something wider
+    weight, bias, norm = draw(n, k, dtype=dtype, scale=0.1), draw(n, dtype=dtype), draw(k, dtype=dtype)
+    stream = draw(rows, n, dtype=dtype)
+    wide, biased = x.double() @ weight.double().T, bias.double()
+
+    plain, with_bias = cuda_linear.linear(x, weight, None), cuda_linear.linear(x, weight, bias)
+    assert plain is not None
+    assert with_bias is not None
+    close(plain, wide)
+    close(with_bias, wide + biased)
+
+    added = stream.clone()
+    assert cuda_linear.add_linear(added, x, weight, bias)
+    close(added, stream.double() + wide + biased)
+
+    before = x.clone()
+    exact = normed(x, norm, 1e-3) @ weight.double().T
+    after = cuda_linear.norm_linear(x, norm, 1e-3, weight, bias)
+    assert after is not None
+    close(after, exact + biased)
+    activated = cuda_linear.norm_gate_up(x, norm, 1e-3, weight, None)
+    assert activated is not None
+    assert activated.shape == (rows, n // 2)
+    close(activated, gated(exact))
+    assert torch.equal(x, before)
+    for counters in cuda_linear._lines.values():
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_a_row_is_the_same_in_any_batch_of_its_class(split: int, cut: object) -> None:
+    cut(Cut(32, 32, split, 3))  # type: ignore[operator]
+    x, weight, norm = draw(14, 256), draw(160, 256), draw(256)
+    together = cuda_linear.norm_gate_up(x, norm, 1e-5, weight, None)
+    assert together is not None
+    for rows in (2, 9):
+        some = cuda_linear.norm_gate_up(x[-rows:], norm, 1e-5, weight, None)
+        assert some is not None
+        assert torch.equal(some, together[-rows:])
+
+
+def test_deterministic_layers_give_a_row_the_same_alone_and_in_a_prompt() -> None:
+    x, weight = draw(70, 256), draw(128, 256, scale=0.1)
+    norm = draw(256)
+    cuda_linear.set_deterministic(True)
+    try:
+        together = cuda_linear.norm_linear(x, norm, 1e-5, weight, None)
+        assert together is not None
+        close(together, normed(x, norm, 1e-5) @ weight.double().T)
+        for part in (slice(3, 4), slice(66, 70)):
+            some = cuda_linear.norm_linear(x[part], norm, 1e-5, weight, None)
+            assert some is not None
+            assert torch.equal(some, together[part])
+    finally:
+        cuda_linear.set_deterministic(False)
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    x, weight = draw(2, 256), draw(128, 256)
+    assert cuda_linear.linear(x, weight, None) is not None
+    assert cuda_linear.linear(x.float(), weight.float(), None) is None
+    assert cuda_linear.linear(x, weight.float(), None) is None
+    assert cuda_linear.linear(x[None], weight, None) is None
+    assert cuda_linear.linear(x[:0], weight, None) is None
+    assert cuda_linear.linear(x[:, :250], weight[:, :250].contiguous(), None) is None
+    assert cuda_linear.linear(x.T.contiguous().T, weight, None) is None
+    assert cuda_linear.linear(draw(65, 256), weight, None) is None
+    assert not cuda_linear.add_linear(draw(2, 128).float(), x, weight, None)
+
+    class Packed(torch.Tensor):
+        pass
+
+    assert cuda_linear.linear(x, weight.as_subclass(Packed), None) is None
+
+
+def test_sizes_that_were_measured_slower_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cuda_linear_table.TUNED, Key(128, 272, False, 4), None)
+    cuda_linear_table.config.cache_clear()
+    x, weight = draw(3, 272), draw(128, 272)
+    assert cuda_linear.linear(x, weight, None) is None
+    assert cuda_linear.linear(x[:1], weight, None) is not None
+    assert cuda_linear.norm_gate_up(x, draw(272), 1e-5, weight, None) is not None
+    cuda_linear_table.config.cache_clear()
