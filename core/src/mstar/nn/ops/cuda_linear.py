@@ -214,7 +214,8 @@ _lines: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _counters(device: torch.device) -> Tensor:
-    """Zeros int32, which every kernel leaves as zeros; each stream has its own, as its kernels follow one another."""
+    """Zeros int32, which every kernel leaves as zeros. Each stream has its own, as its kernels follow one another; so
+    graphs that were captured on one stream must not run at the same time."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     line = _lines.get((device, stream))
     if line is None:

@@ -14,8 +14,8 @@ __all__ = ["CLASSES", "TUNED", "Cut", "Key", "candidates", "config", "default", 
 CLASSES = (1, 4, 8, 16, 32, 64)
 """Most rows of each class. A class has one cut, so a row's numbers are the same within it."""
 
-UNMEASURED = 16
-"""Most rows for sizes that were not measured; beyond, cuBLAS reads the weights about as fast."""
+UNMEASURED = 1
+"""Most rows for sizes that were not measured: with more, cuBLAS reads the weights about as fast."""
 
 SMS = 132  # multiprocessors of an H100 or H200
 SHARED = 224 << 10  # bytes of shared memory of one, beside what it keeps for itself
@@ -44,8 +44,36 @@ class Key(NamedTuple):
     rows: int
 
 
-TUNED: dict[Key, Cut | None] = {}
-"""Measured best; ``None``: cuBLAS is faster."""
+TUNED: dict[Key, Cut | None] = {
+    # Qwen3-0.6B
+    Key(4096, 1024, False, 1): Cut(2, 1024, 1, 2, 4),
+    Key(4096, 1024, False, 4): Cut(64, 256, 2, 3, 4),
+    Key(4096, 1024, False, 8): Cut(64, 256, 2, 3, 4),
+    Key(4096, 1024, False, 16): Cut(64, 256, 2, 3, 4),
+    Key(1024, 2048, False, 1): Cut(8, 1024, 1, 2, 8),
+    Key(1024, 2048, False, 4): Cut(32, 256, 4, 3, 4),
+    Key(1024, 2048, False, 8): Cut(32, 256, 4, 3, 4),
+    Key(1024, 2048, False, 16): Cut(32, 256, 4, 3, 4),
+    Key(6144, 1024, True, 1): Cut(8, 1024, 1, 2, 8),
+    Key(6144, 1024, True, 4): Cut(64, 256, 1, 4, 4),
+    Key(6144, 1024, True, 8): Cut(64, 256, 1, 4, 4),
+    Key(6144, 1024, True, 16): Cut(64, 256, 1, 4, 4),
+    Key(1024, 3072, False, 1): Cut(8, 1024, 1, 2, 8),
+    Key(1024, 3072, False, 4): Cut(64, 128, 6, 5, 4),
+    Key(1024, 3072, False, 8): Cut(64, 128, 6, 5, 4),
+    Key(1024, 3072, False, 16): Cut(64, 128, 6, 5, 4),
+    Key(151936, 1024, False, 1): Cut(8, 1024, 1, 2, 8),
+    Key(151936, 1024, False, 4): Cut(64, 64, 1, 8, 4),
+    Key(151936, 1024, False, 8): Cut(64, 64, 1, 8, 4),
+    Key(151936, 1024, False, 16): Cut(64, 64, 2, 8, 4),
+    # Llama-3.2-3B: with 8 rows and more, whole layers are not faster than with cuBLAS
+    Key(5120, 3072, False, 1): Cut(16, 512, 1, 2, 4),
+    Key(3072, 3072, False, 1): Cut(4, 512, 1, 2, 4),
+    Key(16384, 3072, True, 1): Cut(4, 1024, 1, 2, 4),
+    Key(3072, 8192, False, 1): Cut(4, 512, 1, 2, 4),
+    Key(128256, 3072, False, 1): Cut(4, 2048, 1, 2, 4),
+}
+"""Measured best on an H200 (``benchmarks/results/``); ``None``: cuBLAS is faster."""
 
 
 def row_class(rows: int) -> int | None:
