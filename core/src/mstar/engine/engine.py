@@ -139,7 +139,8 @@ class Engine:
         step = make_step(work, views, stage, self.device, self.dtype)
         stage.send()
         if op is None:
-            inputs: Mapping[str, Any] = blank_inputs(entry, step.rows, self.device, self.dtype)
+            assert lane is not None
+            inputs: Mapping[str, Any] = blank_inputs(entry, lane, self.device, self.dtype)
         else:
             inputs = gather(entry, op, work, self.device, self.dtype)
         return self.runner.run(self.nodes[node], entry.name, step, inputs)
@@ -173,40 +174,46 @@ class Engine:
         """Where a captured graph for this step reads, if the runner has or wants one."""
         variants: dict[str, Hashable] = {}
         frozen = work[0].call.op.entry.frozen
+        single = max([w.tokens for w in work]) == 1
         for resource, mine in zip(used, rows, strict=True):
-            variant = resource.variant(mine, resource.name in frozen)
+            able = single or resource.capturable_chunks
+            variant = resource.variant(mine, resource.name in frozen) if able else None
             if variant is None:
                 return None
             variants[resource.name] = variant
         return self.runner.lane(work, variants)
 
     # --- before the first request -------------------------------------------------------------------------------------
-    def prepare(self, plan: Plan, rows: int, on_progress: Callable[[int, int], None]) -> None:
-        """Capture the steps that can be foreseen: one item a row, in a loop. *rows*: the most rows of a step.
+    def prepare(self, plan: Plan, rows: int, tokens: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the steps that can be foreseen: those of entries that a loop calls with one item a row.
 
+        :param rows: the most rows of a step. :param tokens: the most tokens of one that mixes rows of any length.
         :param on_progress: told how many of how many are done.
         """
         self.runner.prepare(self.nodes)
-        sizes = self.runner.sizes(rows)
+        sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
             for node, entry in _looped(plan)
             for size in sizes
-            for variants in self._variants(entry)
-            if node.max_rows is None or size <= node.max_rows or size == sizes[-1]
+            if node.max_rows is None or size[0] <= node.max_rows or size == sizes[-1]
+            for variants in self._variants(entry, *size)
         ]
         for done, (node_name, entry, size, variants) in enumerate(todo):
             on_progress(done, len(todo))
-            lane = self.runner.prepared(node_name, entry, size, variants)
+            lane = self.runner.prepared(node_name, entry, *size, variants)
             if lane is not None:
                 used = [self.resources[name] for name in entry.resources]
                 with torch.inference_mode():
                     self._captured(node_name, entry, None, (), used, [()] * len(used), lane)
                     _rollback(entry, used, [()] * len(used))
 
-    def _variants(self, entry: Entry) -> Iterator[dict[str, Hashable]]:
+    def _variants(self, entry: Entry, rows: int, tokens: int) -> Iterator[dict[str, Hashable]]:
         used = [self.resources[name] for name in entry.resources]
-        if all(resource.capturable for resource in used):
+        chunks = tokens != rows
+        if chunks and entry.chunk is None:
+            return
+        if all(resource.capturable and (resource.capturable_chunks or not chunks) for resource in used):
             for choice in product(*(resource.variants for resource in used)):
                 yield dict(zip(entry.resources, choice, strict=True))
 

@@ -39,6 +39,12 @@ class EngineOptions(_Section):
         None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
     )
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    max_graph_tokens: int = Field(
+        1024,
+        ge=0,
+        description="Runner `graphs`: most tokens of a step with prompts in it that runs as a captured graph; 0: none "
+        "does.",
+    )
     memory_fraction: float | None = Field(
         None,
         gt=0,

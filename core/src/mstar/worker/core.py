@@ -123,7 +123,7 @@ class Worker:
         def report(done: int, total: int) -> None:
             on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
 
-        self.engine.prepare(self.plan, rows, report)
+        self.engine.prepare(self.plan, rows, deployment.scheduler.max_step_tokens, report)
         status = self.engine.runner.status()
         if status.get("graphs"):
             size = status["graph_bytes"] / 2**20
