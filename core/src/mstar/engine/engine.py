@@ -23,6 +23,7 @@ import torch
 from mstar.engine.base import Runner
 from mstar.engine.device import raise_if_lost
 from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
+from mstar.engine.trace import Trace
 from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
@@ -42,6 +43,7 @@ class Flight:
     :param rows: for each of the resources in *used*, the rows of the step. :param began: monotonic seconds.
     :param failure: what its launch raised; it then has one call and nothing else.
     :param learners: those of *used* that want to know ids which were not known at the launch.
+    :param number: of the step, from 1; 0 for one that failed.
     """
 
     work: Sequence[Work]
@@ -51,6 +53,7 @@ class Flight:
     outcome: Outcome | None = None
     failure: Exception | None = None
     learners: Sequence[Resource] = ()
+    number: int = 0
 
 
 class Engine:
@@ -59,6 +62,7 @@ class Engine:
     :param owner: gives the owner of a call's state in one resource: ``(request id, context)`` or a session's.
     :param stage: the one that *resources* were built with.
     :param on_step: told of each step that ran: node, entry, rows, items, seconds.
+    :ivar trace: told where the time of a step goes; may be replaced between steps.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Engine:
         self.nodes, self.resources, self.runner, self.stage = nodes, resources, runner, stage
         self.device, self.dtype = device, dtype
         self._owner, self._on_step = owner, on_step
+        self.trace = Trace()
         self.steps = 0
 
     # --- launch -------------------------------------------------------------------------------------------------------
@@ -88,9 +93,10 @@ class Engine:
         except Exception as error:
             raise_if_lost(error)
             failure = error
+        self.trace.failed(work, failure)
         if len(work) == 1:
-            trace = None if isinstance(failure, RequestError) else failure
-            log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=trace)
+            cause = None if isinstance(failure, RequestError) else failure
+            log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=cause)
             return [Flight(work, (), (), time.perf_counter(), failure=failure)]
         log.warning("a step of %d requests failed (%s); running it in halves", len(work), failure)
         middle = len(work) // 2
@@ -106,6 +112,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 outputs = self._captured(node, entry, op, work, used, rows, lane) if lane is not None else None
+                captured = outputs is not None
                 if outputs is None:
                     outputs = self._forward(node, entry, op, work, used, rows, None)
                 outcome = split(entry, work, outputs)
@@ -118,7 +125,9 @@ class Engine:
             raise
         self.steps += 1
         learners = [resource for resource in used if type(resource).learn is not Resource.learn]
-        return Flight(work, used, rows, began, outcome, learners=learners)
+        flight = Flight(work, used, rows, began, outcome, learners=learners, number=self.steps)
+        self.trace.launched(flight, captured)
+        return flight
 
     def _forward(
         self,
@@ -143,7 +152,10 @@ class Engine:
             inputs: Mapping[str, Any] = blank_inputs(entry, lane, self.device, self.dtype)
         else:
             inputs = gather(entry, op, work, self.device, self.dtype)
-        return self.runner.run(self.nodes[node], entry.name, step, inputs)
+        self.trace.planned()
+        outputs = self.runner.run(self.nodes[node], entry.name, step, inputs)
+        self.trace.ran()
+        return outputs
 
     def _captured(
         self,
