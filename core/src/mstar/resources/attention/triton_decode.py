@@ -23,7 +23,7 @@ __all__ = ["ROWS", "FewRows", "RowsPlan"]
 
 ROWS = 32
 """Most rows of a step that it serves, those that pad a captured step included; 0: none. Measured on an H200
-(``benchmarks/gpu_decode_attention.py``): with 32 rows 1.12 times as fast as FlashInfer and ``rotate_store``, with 64 rows
+(``benchmarks/gpu_decode_attention.py``): with 32 rows 1.12 times as fast as FlashInfer and ``rotate_store``, with 64
 0.9 times."""
 
 
