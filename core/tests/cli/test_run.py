@@ -87,6 +87,18 @@ def test_the_whole_text_at_the_end(toys: Run, words: tuple[str, ...]) -> None:
         assert out == text + "\n"
 
 
+def test_a_timeline_of_the_request(toys: Run, tmp_path: Path) -> None:
+    file, config = tmp_path / "trace.json", tmp_path / "d.yaml"
+    config.write_text(f"engine: {{threads: 1, trace: {tmp_path / 'other.json'}}}")
+    words = ("run", "mini_chat", "Hello", "--set", "max_tokens=5", "--config", str(config), "--trace", str(file))
+    assert toys(*words)[0] == 0
+    assert not (tmp_path / "other.json").exists()  # options win over the file
+    events = json.loads(file.read_text())
+    (end,) = [e for e in events if e["ph"] == "e" and e["name"] == "request"]
+    assert end["args"]["reason"] == "length"
+    assert end["args"]["usage"]["output"]["tokens"] == 5
+
+
 def test_text_from_standard_input(toys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
     out = toys("run", "mini_chat", "-", "--set", "max_tokens=5")[1]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from mstar.engine.graphs import GraphRunner, Recorder
-from mstar.nn.node import Sampled
+from mstar.nn.node import Node, Sampled, Step
 from mstar.resources.attention.base import KVBatch, KVPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention, _TorchKVPlan
 from mstar.resources.paged_kv import PagedKV
 from mstar.resources.sampler import SamplerView
 from mstar.resources.staging import Stage
+from mstar.spec.deployment import EngineOptions
 from mstar.testing.drive import Driver
 
-__all__ = ["Rerun", "record_steps"]
+__all__ = ["Rerun", "SmallRunner", "record_steps"]
 
 
 class Rerun(Recorder):
@@ -55,7 +56,7 @@ def _tensor(value: Any) -> Tensor:
 class Refillable(TorchAttention):
     """The torch backend with plans that stay on a lane."""
 
-    capturable = True
+    capturable = capturable_chunks = True
 
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         plan: _TorchKVPlan = stage.keep(f"{key}.plan", lambda: _TorchKVPlan(self, memory, batch))
@@ -64,15 +65,39 @@ class Refillable(TorchAttention):
         return plan
 
 
-def record_steps(monkeypatch: pytest.MonkeyPatch, driver: Driver, rows: int) -> tuple[GraphRunner, Rerun]:
+class SmallRunner(GraphRunner):
+    """Records at the first use, for buckets of tokens that are as small as the miniatures' prompts.
+
+    :ivar lanes: rows and tokens, without padding, of all steps that ran in recordings whose rows have several tokens.
+    """
+
+    def __init__(self, options: EngineOptions, recorder: Recorder):
+        super().__init__(options, recorder, "cpu", worth=1)
+        self.lanes: list[tuple[int, int]] = []
+
+    def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
+        sizes = super().sizes(rows, tokens)
+        self._chunk_rows = [3, 6, rows + 1]
+        self._chunk_tokens = [8, 20, 32, 64, 100]
+        return [size for size in sizes if size[0] == size[1]] + [(3, 20), (3, 8)]
+
+    def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        outputs = super().run(node, entry, step, inputs)
+        if step.lane is not None and not step.lane.trial and step.lane.tokens > step.lane.rows:
+            self.lanes.append(step.lane.real)
+        return outputs
+
+
+def record_steps(monkeypatch: pytest.MonkeyPatch, driver: Driver, rows: int) -> tuple[SmallRunner, Rerun]:
     """From now on *driver*'s steps run in recordings where they can."""
     worker = driver.worker
     monkeypatch.setattr("mstar.resources.sampler.SamplerView", _CalledAgain)
     for resource in worker.resources.values():
         if isinstance(resource, PagedKV):
-            resource.backend, resource.capturable = Refillable(), True
+            resource.backend, resource.capturable, resource.capturable_chunks = Refillable(), True, True
     recorder = Rerun()
-    runner = GraphRunner(worker.config.deployment.engine, recorder, "cpu", worth=1)
+    runner = SmallRunner(worker.config.deployment.engine, recorder)
     worker.engine.runner = runner
-    worker.engine.prepare(worker.plan, rows, lambda done, total: None)
+    tokens = worker.config.deployment.scheduler.max_step_tokens
+    worker.engine.prepare(worker.plan, rows, tokens, lambda done, total: None)
     return runner, recorder

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
-from recording import record_steps
+import torch
+from recording import Rerun, record_steps
+from torch import Tensor
 
-from mstar.engine.graphs import row_buckets
+from mstar.engine.graphs import GraphRunner, chunk_row_buckets, row_buckets, token_buckets
+from mstar.nn.node import Step
 from mstar.registry import Registry
+from mstar.spec.deployment import EngineOptions
 from mstar.testing.drive import Driver, miniature_registry
-from mstar.testing.miniatures import MINIATURES, Miniature
-from mstar.testing.miniatures.common import decode
+from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature
+from mstar.testing.miniatures.common import VOCAB, decode
+from mstar.testing.miniatures.text import context_sums, token_logits
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +36,24 @@ def test_buckets_reach_the_most_rows_and_waste_little(most: int) -> None:
         assert size - rows <= max(3, rows * 0.42)
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)
-def test_miniatures(mini: Miniature, lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(mini, registry, engine={"lookahead": lookahead})
-    runner, recorder = record_steps(monkeypatch, driver, rows=16)
-    rng = random.Random(4)
-    asked = {f"r{i}": mini.example(rng) for i in range(12)}
-    for name, example in asked.items():
-        driver.submit(name, example)
-    driver.run()
+@pytest.mark.parametrize("most", [1, 7, 31, 64, 256])
+def test_buckets_of_mixed_steps_have_room_for_padding(most: int) -> None:
+    rows = chunk_row_buckets(most)
+    assert rows == sorted(set(rows))
+    assert rows[-1] == most + 1
+
+
+@pytest.mark.parametrize("most", [1, 60, 512, 1000, 1024])
+def test_buckets_of_tokens_reach_the_most_and_waste_little(most: int) -> None:
+    sizes = token_buckets(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for tokens in range(65, most + 1):
+        assert next(s for s in sizes if s >= tokens) < 2 * tokens
+    assert token_buckets(0) == []
+
+
+def check(mini: Miniature, driver: Driver, asked: dict[str, Example]) -> None:
     for name, example in asked.items():
         got = driver.result(name)
         for stream, want in mini.expected(example).items():
@@ -48,4 +62,106 @@ def test_miniatures(mini: Miniature, lookahead: bool, registry: Registry, monkey
             else:
                 np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=mini.tolerance)
     driver.assert_empty()
-    print(mini.key, runner.captured, recorder.replays, runner.faults)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)
+def test_miniatures(mini: Miniature, lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(mini, registry, engine={"lookahead": lookahead})
+    record_steps(monkeypatch, driver, rows=16)
+    rng = random.Random(4)
+    asked = {f"r{i}": mini.example(rng) for i in range(12)}
+    for name, example in asked.items():
+        driver.submit(name, example)
+    driver.run()
+    check(mini, driver, asked)
+
+
+@pytest.mark.parametrize(("seed", "lookahead"), [(0, True), (1, False)])
+@pytest.mark.parametrize("key", ["mini_chat", "mini_tts", "mini_omni", "mini_unified"])
+def test_prompts_chunks_and_decoding_mixed(
+    key: str, seed: int, lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come and go at random while others decode; prompts are cut, and heads of some are in the cache."""
+    mini, rng = miniature(key), random.Random(seed)
+    driver = Driver(mini, registry, engine={"lookahead": lookahead}, scheduler={"max_step_tokens": rng.choice([9, 30])})
+    runner, _ = record_steps(monkeypatch, driver, rows=16)
+    prepared = len(runner.lanes)
+    asked: dict[str, Example] = {}
+    for i in range(24):
+        example = rng.choice(list(asked.values())) if asked and rng.random() < 0.3 else mini.example(rng)
+        asked[f"r{i}"] = example
+        driver.submit(f"r{i}", example)
+        if rng.random() < 0.1:
+            driver.cancel(f"r{i}")
+            del asked[f"r{i}"]
+        for _ in range(rng.randrange(4)):
+            driver.worker.step()
+            driver.take()
+    driver.run()
+    check(mini, driver, asked)
+    assert len(set(runner.lanes[prepared:])) > 5, "rows and tokens of steps"
+    assert not runner.faults
+
+
+def tokens_of(driver: Driver, asked: dict[str, Example]) -> dict[str, list[Any]]:
+    for name, example in asked.items():
+        driver.submit(name, example, logprobs=2 if name > "r5" else None)
+        driver.worker.step()
+        driver.take()
+    driver.run()
+    driver.assert_empty()
+    return {name: [(e.data, e.logprobs) for e in driver.emitted[name]] for name in asked}
+
+
+def test_requests_keep_their_own_sampling(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, filters, penalties and log-probabilities in steps with prompts are those of plain steps."""
+    rng = random.Random(7)
+    asked = {}
+    for i in range(10):
+        knobs = {"temperature": 3.0, "seed": i, "top_p": rng.choice([1.0, 0.9]), "max_tokens": 8}
+        knobs |= {"frequency_penalty": 0.5} if i == 4 else {}
+        asked[f"r{i}"] = Example("".join(rng.choices("abcdef", k=rng.randint(1, 9))), knobs)
+    drivers = [Driver(miniature("mini_chat"), registry) for _ in range(2)]
+    wanted = tokens_of(drivers[0], asked)
+    runner, _ = record_steps(monkeypatch, drivers[1], rows=16)
+    prepared = len(runner.lanes)
+    assert tokens_of(drivers[1], asked) == wanted
+    assert len(runner.lanes) > prepared
+
+
+def count_on_the_host(self: Any, step: Step, ids: Tensor) -> dict[str, Any]:
+    token = (context_sums(step, ids) + step["positions"].positions + 1) % VOCAB
+    ends = torch.tensor(list(step.lengths)).cumsum(0) - 1
+    return {"token": step["sampler"].sample(token_logits(token[ends]))}
+
+
+def test_a_node_that_reads_lengths_on_the_host_gets_no_graph_of_them(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mstar.testing.miniatures.text.SumNode.forward", count_on_the_host)
+    mini = miniature("mini_chat")
+    driver = Driver(mini, registry)
+    runner, recorder = record_steps(monkeypatch, driver, rows=16)
+    asked = {f"r{i}": mini.example(random.Random(i)) for i in range(6)}
+    for name, example in asked.items():
+        driver.submit(name, example)
+        driver.worker.step()
+        driver.take()
+    driver.run()
+    check(mini, driver, asked)
+    assert runner.lanes == []
+    assert recorder.replays > len(row_buckets(16)) * 2, "decoding still has graphs"
+    said = [record.message for record in caplog.records if "without a CUDA graph" in record.message]
+    assert len(said) == 1, "once, not for each size"
+    assert "lengths on the host" in said[0]
+
+
+def test_no_graphs_for_steps_with_prompts_if_so_asked(registry: Registry) -> None:
+    options = Driver("mini_chat", registry, engine={"max_graph_tokens": 0}).worker.config.deployment.engine
+    runner = GraphRunner(options, Rerun(), "cpu")
+    assert all(rows == tokens for rows, tokens in runner.sizes(32, 512))
+    runner = GraphRunner(EngineOptions(max_graph_tokens=200), Rerun(), "cpu")
+    sizes = runner.sizes(32, 512)
+    assert [size for size in sizes if size[0] != size[1]] == [(4, 200), (4, 192), (4, 128), (4, 64)]
+    assert [tokens for _, tokens in sizes] == sorted((tokens for _, tokens in sizes), reverse=True)

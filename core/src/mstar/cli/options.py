@@ -5,11 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from mstar.cli.commands import Parser, one_of
 from mstar.settings import Settings
 
-__all__ = ["accepting", "device", "model_options", "port", "positive", "with_json", "with_key", "with_weights"]
+__all__ = [
+    "accepting",
+    "device",
+    "engine_options",
+    "model_options",
+    "port",
+    "positive",
+    "with_json",
+    "with_key",
+    "with_weights",
+]
 
 
 def with_json(parser: Parser) -> None:
@@ -41,6 +52,9 @@ def model_options(parser: Parser) -> None:
         help="default: bfloat16 on a GPU, float32 on the CPU",
     )
     parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a timeline of the worker, which ui.perfetto.dev shows"
+    )
+    parser.add_argument(
         "--accept-licence",
         action="store_true",
         help="accept the terms of the model's weights for this run (for good: `mstar license accept KEY`)",
@@ -52,6 +66,11 @@ def accepting(arguments: argparse.Namespace, settings: Settings) -> Settings:
     if not arguments.accept_licence:
         return settings
     return dataclasses.replace(settings, accept_licences=(*settings.accept_licences, arguments.key))
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The deployment's section ``engine``, as far as options set it."""
+    return {} if arguments.trace is None else {"engine": {"trace": str(arguments.trace)}}
 
 
 def port(value: str) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.cli.commands import Commands, Context, Parser, one_of
-from mstar.cli.options import accepting, model_options, with_json, with_key
+from mstar.cli.options import accepting, engine_options, model_options, with_json, with_key
 from mstar.cli.output import fault, note, print_json
 from mstar.registry import load_object
 from mstar.spec.errors import RequestError, SetupError
@@ -80,6 +80,7 @@ def _request(arguments: argparse.Namespace, context: Context, task: Task) -> int
         dtype=arguments.dtype,
         settings=accepting(arguments, context.settings),
         registry=context.registry,
+        **engine_options(arguments),
     ) as model:
         clock = _Clock()
         with model.start(task) as stream:

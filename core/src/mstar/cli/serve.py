@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
-from mstar.cli.options import accepting, model_options, port, positive, with_key
+from mstar.cli.options import accepting, engine_options, model_options, port, positive, with_key
 from mstar.licences import check_licence
 from mstar.registry import Registry, load_object
 from mstar.settings import Settings
@@ -69,6 +69,7 @@ def _open(arguments: argparse.Namespace, settings: Settings, registry: Registry)
         "dtype": arguments.dtype,
         "executor": arguments.executor,
         "max_concurrent_requests": arguments.max_concurrent,
+        **engine_options(arguments),
     }
     return open_service(arguments.key, settings, overrides, registry, config=arguments.config)
 

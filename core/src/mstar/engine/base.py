@@ -27,9 +27,9 @@ class Runner(abc.ABC):
     def prepare(self, nodes: Mapping[str, Node]) -> None:
         """Called once, when all nodes are loaded and before the first request: compile."""
 
-    def sizes(self, rows: int) -> Sequence[int]:
-        """The sizes for which steps of up to *rows* rows, one item each, are to be captured before the first
-        request."""
+    def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
+        """For which rows and tokens steps are to be captured before the first request. No step will have more than
+        *rows* rows, nor, if some row has several, more than *tokens* tokens."""
         return ()
 
     def lane(self, work: Sequence[Work], variants: Mapping[str, Hashable]) -> Lane | None:
@@ -37,7 +37,9 @@ class Runner(abc.ABC):
         resources answered to :meth:`mstar.resources.base.Resource.variant`, by name."""
         return None
 
-    def prepared(self, node: str, entry: Entry, rows: int, variants: Mapping[str, Hashable]) -> Lane | None:
+    def prepared(
+        self, node: str, entry: Entry, rows: int, tokens: int, variants: Mapping[str, Hashable]
+    ) -> Lane | None:
         """The lane of a step that is to be captured before it is asked for; ``None`` if its shapes are not known."""
         return None
 

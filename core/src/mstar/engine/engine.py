@@ -23,6 +23,7 @@ import torch
 from mstar.engine.base import Runner
 from mstar.engine.device import raise_if_lost
 from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
+from mstar.engine.trace import Trace
 from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
@@ -42,6 +43,7 @@ class Flight:
     :param rows: for each of the resources in *used*, the rows of the step. :param began: monotonic seconds.
     :param failure: what its launch raised; it then has one call and nothing else.
     :param learners: those of *used* that want to know ids which were not known at the launch.
+    :param number: of the step, from 1; 0 for one that failed.
     """
 
     work: Sequence[Work]
@@ -51,6 +53,7 @@ class Flight:
     outcome: Outcome | None = None
     failure: Exception | None = None
     learners: Sequence[Resource] = ()
+    number: int = 0
 
 
 class Engine:
@@ -59,6 +62,7 @@ class Engine:
     :param owner: gives the owner of a call's state in one resource: ``(request id, context)`` or a session's.
     :param stage: the one that *resources* were built with.
     :param on_step: told of each step that ran: node, entry, rows, items, seconds.
+    :ivar trace: told where the time of a step goes; may be replaced between steps.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Engine:
         self.nodes, self.resources, self.runner, self.stage = nodes, resources, runner, stage
         self.device, self.dtype = device, dtype
         self._owner, self._on_step = owner, on_step
+        self.trace = Trace()
         self.steps = 0
 
     # --- launch -------------------------------------------------------------------------------------------------------
@@ -88,9 +93,10 @@ class Engine:
         except Exception as error:
             raise_if_lost(error)
             failure = error
+        self.trace.failed(work, failure)
         if len(work) == 1:
-            trace = None if isinstance(failure, RequestError) else failure
-            log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=trace)
+            cause = None if isinstance(failure, RequestError) else failure
+            log.error("a step of node %r failed for request %r: %s", *_names(work[0]), failure, exc_info=cause)
             return [Flight(work, (), (), time.perf_counter(), failure=failure)]
         log.warning("a step of %d requests failed (%s); running it in halves", len(work), failure)
         middle = len(work) // 2
@@ -106,6 +112,7 @@ class Engine:
         try:
             with torch.inference_mode():
                 outputs = self._captured(node, entry, op, work, used, rows, lane) if lane is not None else None
+                captured = outputs is not None
                 if outputs is None:
                     outputs = self._forward(node, entry, op, work, used, rows, None)
                 outcome = split(entry, work, outputs)
@@ -118,7 +125,9 @@ class Engine:
             raise
         self.steps += 1
         learners = [resource for resource in used if type(resource).learn is not Resource.learn]
-        return Flight(work, used, rows, began, outcome, learners=learners)
+        flight = Flight(work, used, rows, began, outcome, learners=learners, number=self.steps)
+        self.trace.launched(flight, captured)
+        return flight
 
     def _forward(
         self,
@@ -139,10 +148,14 @@ class Engine:
         step = make_step(work, views, stage, self.device, self.dtype)
         stage.send()
         if op is None:
-            inputs: Mapping[str, Any] = blank_inputs(entry, step.rows, self.device, self.dtype)
+            assert lane is not None
+            inputs: Mapping[str, Any] = blank_inputs(entry, lane, self.device, self.dtype)
         else:
             inputs = gather(entry, op, work, self.device, self.dtype)
-        return self.runner.run(self.nodes[node], entry.name, step, inputs)
+        self.trace.planned()
+        outputs = self.runner.run(self.nodes[node], entry.name, step, inputs)
+        self.trace.ran()
+        return outputs
 
     def _captured(
         self,
@@ -173,40 +186,46 @@ class Engine:
         """Where a captured graph for this step reads, if the runner has or wants one."""
         variants: dict[str, Hashable] = {}
         frozen = work[0].call.op.entry.frozen
+        single = max([w.tokens for w in work]) == 1
         for resource, mine in zip(used, rows, strict=True):
-            variant = resource.variant(mine, resource.name in frozen)
+            able = single or resource.capturable_chunks
+            variant = resource.variant(mine, resource.name in frozen) if able else None
             if variant is None:
                 return None
             variants[resource.name] = variant
         return self.runner.lane(work, variants)
 
     # --- before the first request -------------------------------------------------------------------------------------
-    def prepare(self, plan: Plan, rows: int, on_progress: Callable[[int, int], None]) -> None:
-        """Capture the steps that can be foreseen: one item a row, in a loop. *rows*: the most rows of a step.
+    def prepare(self, plan: Plan, rows: int, tokens: int, on_progress: Callable[[int, int], None]) -> None:
+        """Capture the steps that can be foreseen: those of entries that a loop calls with one item a row.
 
+        :param rows: the most rows of a step. :param tokens: the most tokens of one that mixes rows of any length.
         :param on_progress: told how many of how many are done.
         """
         self.runner.prepare(self.nodes)
-        sizes = self.runner.sizes(rows)
+        sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
             for node, entry in _looped(plan)
             for size in sizes
-            for variants in self._variants(entry)
-            if node.max_rows is None or size <= node.max_rows or size == sizes[-1]
+            if node.max_rows is None or size[0] <= node.max_rows or size == sizes[-1]
+            for variants in self._variants(entry, *size)
         ]
         for done, (node_name, entry, size, variants) in enumerate(todo):
             on_progress(done, len(todo))
-            lane = self.runner.prepared(node_name, entry, size, variants)
+            lane = self.runner.prepared(node_name, entry, *size, variants)
             if lane is not None:
                 used = [self.resources[name] for name in entry.resources]
                 with torch.inference_mode():
                     self._captured(node_name, entry, None, (), used, [()] * len(used), lane)
                     _rollback(entry, used, [()] * len(used))
 
-    def _variants(self, entry: Entry) -> Iterator[dict[str, Hashable]]:
+    def _variants(self, entry: Entry, rows: int, tokens: int) -> Iterator[dict[str, Hashable]]:
         used = [self.resources[name] for name in entry.resources]
-        if all(resource.capturable for resource in used):
+        chunks = tokens != rows
+        if chunks and entry.chunk is None:
+            return
+        if all(resource.capturable and (resource.capturable_chunks or not chunks) for resource in used):
             for choice in product(*(resource.variants for resource in used)):
                 yield dict(zip(entry.resources, choice, strict=True))
 

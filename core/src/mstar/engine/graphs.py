@@ -1,13 +1,17 @@
 """Steps as captured CUDA graphs: one replay instead of a thousand launches.
 
-A graph is captured for each (node, entry, bucket of rows, variant of the resources' views, shapes of the inputs). Its
-step is planned on a :class:`~mstar.resources.staging.Lane`: what varies from step to step lies in tensors whose
-addresses stay, filled before each replay; rows are padded to the bucket's size. So everything from the embedding to the
-sampled token is in one replay.
+A graph is captured for each (node, entry, bucket of rows, bucket of tokens, variant of the resources' views, shapes of
+the inputs). Its step is planned on a :class:`~mstar.resources.staging.Lane`: what varies from step to step lies in
+tensors whose addresses stay, filled before each replay; rows and tokens are padded to the buckets' sizes. So everything
+from the embedding to the sampled token is in one replay.
 
-Steps whose shapes are known at start, one item a row (decoding), are captured then. Others (an encoder's, a denoise
-step's) are captured when the same one has come often enough to be worth it. What cannot be captured runs as plain
-PyTorch calls, and the log says why, once.
+Where every row has one token (decoding), the two buckets are one. Where some have more (prompts and their chunks, with
+or without decoding rows among them), there is at least one row of padding, which takes the spare tokens, and there are
+always more tokens than rows: that is how a node tells the two.
+
+Steps whose shapes are known at start are captured then: decoding, and few rows with prompts. Others (an encoder's, a
+denoise step's, more rows with prompts) are captured when the same one has come often enough to be worth it. What cannot
+be captured runs as plain PyTorch calls, and the log says why, once.
 """
 
 from __future__ import annotations
@@ -29,12 +33,17 @@ from mstar.resources.staging import Lane
 from mstar.spec.deployment import EngineOptions
 from mstar.spec.graph import Entry
 
-__all__ = ["Captured", "CudaRecorder", "GraphRunner", "Recorder", "row_buckets"]
+__all__ = ["Captured", "CudaRecorder", "GraphRunner", "Recorder", "chunk_row_buckets", "row_buckets", "token_buckets"]
 
 log = logging.getLogger(__name__)
 
 _KEPT = 64
-"""Most graphs of such steps; the one unused longest makes room."""
+"""Most graphs that are captured while serving; the one unused longest makes room."""
+_CHUNKS_WORTH = 2
+"""How often a step with prompts must come before it is captured: sizes are few, and first tokens wait for it."""
+
+_Key = tuple[Any, ...]
+"""Node, entry, rows, tokens, variants, shapes."""
 
 
 def row_buckets(most: int) -> list[int]:
@@ -42,6 +51,20 @@ def row_buckets(most: int) -> list[int]:
     fine = [1, 2, 4, 8, 12, 16, *range(24, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     fine += list(range(320, most + 64, 64))
     return [size for size in fine if size < most] + [most]
+
+
+def chunk_row_buckets(most: int) -> list[int]:
+    """The same for steps of which some rows have several tokens: few sizes, since tokens decide what such a step costs.
+    There is always room for *most* rows and one of padding."""
+    return [size for size in (4, 16, 64, 256) if 2 * size <= most + 1] + [most + 1]
+
+
+def token_buckets(most: int) -> list[int]:
+    """Sizes that the tokens of such steps are padded to, if they have no more than *most*."""
+    sizes = [64, 128]
+    while sizes[-1] < most:
+        sizes += [sizes[-1] * 3 // 2, sizes[-1] * 2]
+    return [size for size in sizes if size < most] + ([most] if most else [])
 
 
 class Recorder(abc.ABC):
@@ -92,22 +115,21 @@ class Captured:
     def __init__(self, inputs: Mapping[str, Tensor | None], outputs: Mapping[str, Any], replay: Callable[[], None]):
         self.inputs, self.outputs, self.replay = inputs, outputs, replay
 
-    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def run(self, inputs: Mapping[str, Any], lane: Lane) -> dict[str, Any]:
         """*inputs* of the real rows, which come first. The outputs are copies: the next replay overwrites its own."""
-        rows = 0
         for name, static in self.inputs.items():
             if static is not None:
-                given: Tensor = inputs[name]
-                rows = given.shape[0]
-                _fill(static, given)
+                _fill(static, inputs[name])
         self.replay()
-        return {port: _taken(value, rows) for port, value in self.outputs.items()}
+        return {port: _taken(value, lane) for port, value in self.outputs.items()}
 
 
-def _taken(value: Any, rows: int) -> Any:
+def _taken(value: Any, lane: Lane) -> Any:
+    """Of a recorded output, what belongs to the real rows."""
+    rows, tokens = lane.real
     if isinstance(value, Sampled):
         return Sampled(value.ids[:rows].clone(), value.report)
-    taken: Tensor = value[:rows].clone()
+    taken: Tensor = value[: tokens if value.shape[0] == lane.tokens else rows].clone()
     return taken
 
 
@@ -130,26 +152,52 @@ class GraphRunner(Runner):
         self._eager = EagerRunner(options)
         self._recorder = recorder or CudaRecorder()
         self._buckets: list[int] = []
+        self._chunk_rows: list[int] = []
+        self._chunk_tokens: list[int] = []
         self._lanes: dict[Hashable, Lane] = {}
         self._seen: dict[Hashable, int] = {}
         self._late: dict[Hashable, None] = {}  # keys captured while serving, least recently used first
         self.faults: dict[Hashable, str] = {}
+        self._said: set[tuple[str, str, str]] = set()
         self.captured, self.seconds = 0, 0.0
 
     # --- which step gets a graph --------------------------------------------------------------------------------------
-    def sizes(self, rows: int) -> Sequence[int]:
+    def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
         """The largest first: what the smaller ones need then fits into its memory."""
         self._buckets = row_buckets(rows)
-        return self._buckets[::-1]
+        self._chunk_rows = chunk_row_buckets(rows)
+        self._chunk_tokens = token_buckets(min(tokens, self.options.max_graph_tokens))
+        few = self._chunk_rows[0]
+        sizes = [(size, size) for size in self._buckets] + [(few, size) for size in self._chunk_tokens if size > few]
+        return sorted(sizes, key=lambda size: size[::-1], reverse=True)
 
     def lane(self, work: Sequence[Work], variants: Mapping[str, Hashable]) -> Lane | None:
         op = work[0].call.op
-        if not _plain(op.entry) or not self._buckets or len(work) > self._buckets[-1]:
+        counts = [w.tokens for w in work]
+        tokens = sum(counts)
+        size = self._size(op.entry, len(work), tokens) if min(counts) else None
+        if size is None or not _plain(op.entry):
             return None
-        if any(w.tokens != 1 or not w.complete for w in work):
+        key = (op.call.node, op.entry.name, *size, tuple(sorted(variants.items())), _shapes(op.entry, work[0]))
+        lane = self._known_lane(key, variants)
+        if lane is not None:
+            lane.real = (len(work), tokens)
+        return lane
+
+    def _size(self, entry: Entry, rows: int, tokens: int) -> tuple[int, int] | None:
+        """The smallest rows and tokens of a lane for a step of *rows* rows of one token each or more."""
+        if tokens == rows:
+            size = next((size for size in self._buckets if size >= rows), None)
+            return None if size is None else (size, size)
+        if entry.chunk is None:
             return None
-        rows = next(size for size in self._buckets if size >= len(work))
-        key = (op.call.node, op.entry.name, rows, tuple(sorted(variants.items())), _shapes(op.entry, work[0]))
+        padded = next((size for size in self._chunk_rows if size > rows), None)
+        if padded is None:
+            return None
+        total = next((size for size in self._chunk_tokens if size >= tokens and size > padded), None)
+        return None if total is None else (padded, total)
+
+    def _known_lane(self, key: _Key, variants: Mapping[str, Hashable]) -> Lane | None:
         lane = self._lanes.get(key)
         if lane is not None:
             if key in self._late:
@@ -157,24 +205,28 @@ class GraphRunner(Runner):
             return lane
         if key in self.faults:
             return None
+        _, _, rows, tokens, *_ = key
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen < self._worth:
+        if seen < (self._worth if rows == tokens else min(self._worth, _CHUNKS_WORTH)):
             return None
         if len(self._late) >= _KEPT:
             oldest = next(iter(self._late))
             del self._late[oldest], self._lanes[oldest], self._seen[oldest]
         self._late[key] = None
-        return self._add(key, rows, variants)
+        return self._add(key, variants)
 
-    def prepared(self, node: str, entry: Entry, rows: int, variants: Mapping[str, Hashable]) -> Lane | None:
+    def prepared(
+        self, node: str, entry: Entry, rows: int, tokens: int, variants: Mapping[str, Hashable]
+    ) -> Lane | None:
         """The lane of a step that is captured before it is asked for; ``None`` if its shapes are not known."""
         if not _plain(entry) or any(not isinstance(d, int) for p in entry.inputs for d in _inner(entry, p.name)):
             return None
         shapes = tuple((p.name, tuple(_inner(entry, p.name))) for p in entry.inputs)
-        return self._add((node, entry.name, rows, tuple(sorted(variants.items())), shapes), rows, variants)
+        return self._add((node, entry.name, rows, tokens, tuple(sorted(variants.items())), shapes), variants)
 
-    def _add(self, key: Hashable, rows: int, variants: Mapping[str, Hashable]) -> Lane:
-        lane = self._lanes[key] = Lane(rows, self._device, variants)
+    def _add(self, key: _Key, variants: Mapping[str, Hashable]) -> Lane:
+        _, _, rows, tokens, *_ = key
+        lane = self._lanes[key] = Lane(rows, self._device, variants, tokens)
         lane.key = key
         return lane
 
@@ -183,25 +235,30 @@ class GraphRunner(Runner):
         self._lanes.pop(lane.key, None)
         self._late.pop(lane.key, None)
         self.faults[lane.key] = reason
-        node, entry, rows = lane.key[:3]  # type: ignore[index]
-        log.warning("node %r, entry %r, %d rows: runs without a CUDA graph: %s", node, entry, rows, reason)
+        node, entry = lane.key[:2]  # type: ignore[index]
+        if (node, entry, reason) not in self._said:
+            self._said.add((node, entry, reason))
+            what = (node, entry, lane.rows, lane.tokens, reason)
+            log.warning("node %r, entry %r, %d rows, %d tokens: runs without a CUDA graph: %s", *what)
 
     # --- running ------------------------------------------------------------------------------------------------------
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         lane: Lane | None = step.lane
-        if lane is None or lane.trial:
+        if lane is None:
             return self._eager.run(node, entry, step, inputs)
+        if lane.trial:
+            return self._eager.run(node, entry, step, {name: _padded(value, lane) for name, value in inputs.items()})
         if lane.graph is None:
-            lane.graph = self._capture(node, entry, step, inputs)
+            lane.graph = self._capture(node, entry, step, inputs, lane)
         captured: Captured = lane.graph
-        return captured.run(inputs)
+        return captured.run(inputs, lane)
 
-    def _capture(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Captured:
+    def _capture(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any], lane: Lane) -> Captured:
         began = time.perf_counter()
-        static = {name: _padded(value, step.rows) for name, value in inputs.items()}
+        static = {name: _padded(value, lane) for name, value in inputs.items()}
         outputs, replay = self._recorder.record(lambda: self._eager.run(node, entry, step, static))
         for port, value in outputs.items():
-            if isinstance(value, Packed | list | tuple):
+            if isinstance(value, Packed | list | tuple) or len(_tensor(value)) not in (lane.rows, lane.tokens):
                 raise TypeError(f"output {port!r} has no fixed shape")
         self.captured += 1
         self.seconds += time.perf_counter() - began
@@ -247,19 +304,25 @@ def _shapes(entry: Entry, work: Work) -> Hashable:
     return tuple(shapes)
 
 
-def _padded(value: Any, rows: int) -> Tensor | None:
-    """A tensor that stays, *rows* long, filled with *value*."""
+def _tensor(value: Any) -> Tensor:
+    tensor: Tensor = value.ids if isinstance(value, Sampled) else value
+    return tensor
+
+
+def _padded(value: Any, lane: Lane) -> Tensor | None:
+    """A tensor that stays, as long as *lane*'s rows or tokens, filled with *value* of the real ones."""
     if value is None:
         return None
+    length = lane.tokens if value.shape[0] == lane.real[1] else lane.rows
     with torch.inference_mode(False):
-        static = torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
+        static = torch.zeros((length, *value.shape[1:]), dtype=value.dtype, device=value.device)
     _fill(static, value)
     return static
 
 
 def _fill(static: Tensor, value: Tensor) -> None:
-    """Put *value* into the first rows, and its first row into the others: they are like a request's, whatever the node
-    expects of one."""
+    """Put *value* into the first lines, and its first line into the others: they are like a request's, whatever the
+    node expects of one."""
     rows = value.shape[0]
     static[:rows].copy_(value, non_blocking=True)
     if rows < static.shape[0]:

@@ -14,7 +14,7 @@ from mstar.graph.program import CallOp
 from mstar.graph.run import CallRun
 from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
-from mstar.resources.staging import Late, Stage, to_device
+from mstar.resources.staging import Lane, Late, Stage, to_device
 from mstar.spec.graph import Entry, Port
 
 __all__ = ["NodeFault", "Outcome", "RowResult", "Work", "gather", "make_step", "split"]
@@ -58,18 +58,34 @@ class Outcome:
     reports: list[Callable[[], Sequence[Any]]] = field(default_factory=list)
 
 
+class _UnknownOnHost(Sequence[Any]):
+    """What a captured step's rows have differs from replay to replay: a graph must not be made from it."""
+
+    def __init__(self, rows: int):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NodeFault("the node reads its rows' lengths on the host")
+
+
 def make_step(
     work: Sequence[Work], views: Mapping[str, Any], stage: Stage, device: torch.device, dtype: torch.dtype
 ) -> Step:
-    lengths = [w.tokens for w in work]
-    padding = stage.rows(len(work)) - len(work)
-    complete = [w.complete for w in work]
-    if padding:
-        lengths, complete = lengths + [1] * padding, complete + [True] * padding
-    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    lane = stage.lane
+    padded = stage.lengths(np.array([w.tokens for w in work], dtype=np.int64))
+    ends = np.zeros(len(padded) + 1, dtype=np.int64)
+    np.cumsum(padded, out=ends[1:])
     offsets = stage.put("step.offsets", ends)
-    last = offsets[:-1] if len(lengths) == ends[-1] and min(lengths) == 1 else stage.put("step.last", ends[1:] - 1)
-    return Step(lengths, offsets, last, complete, views, device, dtype, stage.lane)
+    single = bool((padded == 1).all())
+    last = offsets[:-1] if single else stage.put("step.last", ends[1:] - 1)
+    lengths: Sequence[int] = padded.tolist()
+    complete: Sequence[bool] = [w.complete for w in work] + [True] * (len(lengths) - len(work))
+    if lane is not None and not single:
+        lengths = complete = _UnknownOnHost(len(lengths))
+    return Step(lengths, offsets, last, complete, views, device, dtype, lane)
 
 
 def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -78,12 +94,12 @@ def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device,
     return {port.name: _gather_port(port, primary, entry, work, device, dtype) for port in entry.inputs}
 
 
-def blank_inputs(entry: Entry, rows: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Zeros for an entry whose rows have one item each, all of known shape."""
+def blank_inputs(entry: Entry, lane: Lane, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Zeros for an entry whose inputs are of known shape, as many as *lane* has."""
     inputs = {}
     for port in entry.inputs:
-        shape = port.shape[1:] if port.layout == "packed" else port.shape
-        inputs[port.name] = torch.zeros((rows, *shape), dtype=torch_dtype(port.dtype, dtype), device=device)  # type: ignore[arg-type]
+        shape = (lane.tokens, *port.shape[1:]) if port.layout == "packed" else (lane.rows, *port.shape)
+        inputs[port.name] = torch.zeros(shape, dtype=torch_dtype(port.dtype, dtype), device=device)  # type: ignore[arg-type]
     return inputs
 
 

@@ -23,7 +23,8 @@ class Step:
         are discarded (compute them anyway: shapes stay regular).
     :param views: resource name → that resource's view of this step.
     :param lane: what the engine planned the step on, if a captured graph may run it
-        (:mod:`mstar.resources.staging`). Its rows are then padded: a node must not tell rows apart on the host.
+        (:mod:`mstar.resources.staging`). Its rows are then padded: a node must not tell rows apart on the host. If rows
+        have several tokens, reading *lengths* or *complete* there is an error, and the step runs without a graph.
     """
 
     lengths: Sequence[int]

@@ -85,6 +85,9 @@ class Resource(abc.ABC):
     capturable: bool = False
     """Whether its views can be used in a captured graph: see :mod:`mstar.resources.staging`."""
 
+    capturable_chunks: bool = False
+    """Whether also in one whose rows have any number of tokens each, from step to step another."""
+
     speculates: bool = False
     """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
     before ended its loop."""

@@ -130,15 +130,15 @@ class PagedKV(Resource):
         tokens = (pages + 1) * spec.page_size
         self.memory = KVMemory(spec.layers, tokens, spec.kv_heads, spec.head_dim, dtype, context.device)
         # The pool's tables again, as one array: a step's tables are one indexing operation. The last line is that of
-        # the rows which pad a captured step: their page lies beyond the pool's, and nothing reads it.
+        # the rows which pad a captured step: their page lies beyond the pool's, and nothing else reads it.
         self._lines = SlotPool(context.max_owners)
         self._tables = np.zeros((context.max_owners + 1, self.pool.units(spec.max_tokens)), np.int32)
         self._tables[-1] = pages
         # Of each line: committed tokens, and up to how many its pages can be written without asking the pool.
         self._held = np.zeros(context.max_owners + 1, np.int64)
         self._room = np.zeros(context.max_owners + 1, np.int64)
-        self._planned: tuple[tuple[Row, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-        self.capturable = self.backend.capturable
+        self._planned: tuple[tuple[Any, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        self.capturable, self.capturable_chunks = self.backend.capturable, self.backend.capturable_chunks
 
     # --- admission --------------------------------------------------------------------------------------------------
     def units(self, tokens: int) -> int:
@@ -200,16 +200,20 @@ class PagedKV(Resource):
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size
-        count = stage.rows(len(rows))
-        lines, lengths = self._lines_of(rows, count)
+        lines, lengths = self._lines_of(rows)
         starts = self._held[lines]
         if not frozen:
             self._grow(rows, np.flatnonzero(starts + lengths > self._room[lines]))
-        longest = int((starts + (0 if frozen else lengths)).max()) if count else 0
-        tables = self._tables[lines, : self.pool.units(longest)]
-        most = self._tables.shape[1]
-        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written", most_pages=most)
+        longest = int((starts + (0 if frozen else lengths)).max()) if len(lines) else 0
+        pages, most = self.pool.units(longest), self._tables.shape[1]
+        tables = self._tables[lines, :pages]
         row_of, positions = flat_positions(starts, lengths)
+        if stage.lane is not None:
+            positions[int(lengths[: len(rows)].sum()) :] %= size  # within its page, where any context has positions
+            if pages > most:  # only padding can be longer than a context may be: its page is there again and again
+                tables = np.pad(tables, ((0, 0), (0, pages - most)), mode="edge")
+            most = max(most, self.pool.units(stage.lane.tokens))
+        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written", most_pages=most)
         plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
         where = stage.put(f"{self.name}.positions", positions)
         places = None
@@ -221,13 +225,14 @@ class PagedKV(Resource):
         )
         return view
 
-    def _lines_of(self, rows: Sequence[Row], count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Line and length of each row, of *count* with padding. Those of the step before if the rows are the same."""
-        same = tuple(rows)
-        if self._planned is None or self._planned[0] != same or len(self._planned[1]) != count:
-            lines, lengths = np.full(count, len(self._tables) - 1, np.int64), np.ones(count, np.int64)
-            for i, row in enumerate(rows):
-                lines[i], lengths[i] = self._lines[row.owner], row.length
+    def _lines_of(self, rows: Sequence[Row]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Line and length of each row, padding included. Those of the step before if the rows are the same."""
+        stage, lane = self.context.stage, self.context.stage.lane
+        same = (*rows, None if lane is None else (lane.rows, lane.tokens))
+        if self._planned is None or self._planned[0] != same:
+            lines = np.full(stage.rows(len(rows)), len(self._tables) - 1, np.int64)
+            lines[: len(rows)] = [self._lines[row.owner] for row in rows]
+            lengths = stage.lengths(np.array([row.length for row in rows], np.int64))
             self._planned = (same, lines, lengths)
         return self._planned[1:]
 
@@ -236,7 +241,7 @@ class PagedKV(Resource):
             return
         for row in rows:
             self.pool.commit(row.owner, row.length, row.ids)
-        lines, lengths = self._lines_of(rows, len(self._planned[1]) if self._planned is not None else len(rows))
+        lines, lengths = self._lines_of(rows)
         self._held[lines[: len(rows)]] += lengths[: len(rows)]
 
     def retract(self, row: Row) -> None:

@@ -44,6 +44,7 @@ class PositionsResource(SlotResource):
 
     kind = "positions"
     capturable = True
+    capturable_chunks = True
     speculates = True
     spec: Positions
 
@@ -98,9 +99,8 @@ class PositionsResource(SlotResource):
         self._planned = (slots, lengths)
         positions = self._in_order(slots, lengths)
         stage = self.context.stage
-        padding = stage.rows(len(rows)) - len(rows)  # one token a row, anywhere
-        if padding:
-            positions = np.concatenate((positions, np.zeros(padding, np.int64)))
+        if stage.lane is not None:  # padding may stand anywhere
+            positions = np.concatenate((positions, np.zeros(stage.lane.tokens - len(positions), np.int64)))
         if self.spec.axes > 1:
             positions = np.repeat(positions[None], self.spec.axes, axis=0)
         if self._explicit:

@@ -105,6 +105,7 @@ class SamplerResource(SlotResource):
     kind = "sampler"
     speculates = True
     capturable = True
+    capturable_chunks = True
     spec: Sampler
 
     def __init__(

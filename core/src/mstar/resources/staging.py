@@ -5,9 +5,10 @@ the host when the step is planned. Resources hand it to the :class:`Stage`, whic
 it; :meth:`Stage.send` then copies everything at once, asynchronously, from pinned memory.
 
 A step that a captured graph will run (see :mod:`mstar.engine.graphs`) is planned on a :class:`Lane`: its tensors keep
-their addresses from step to step, and its rows are padded to the size that was captured. A resource that can be used in
-such steps (:attr:`mstar.resources.base.Resource.capturable`) makes as many rows as :meth:`Stage.rows` says, the added
-ones pointing at places that nothing reads, and keeps what a graph holds on to with :meth:`Stage.keep`.
+their addresses from step to step, and its rows and tokens are padded to the size that was captured. A resource that can
+be used in such steps (:attr:`mstar.resources.base.Resource.capturable`) makes as many rows as :meth:`Stage.rows` says,
+with as many tokens as :meth:`Stage.lengths` says, the added ones pointing at places that nothing reads, and keeps what
+a graph holds on to with :meth:`Stage.keep`.
 """
 
 from __future__ import annotations
@@ -45,13 +46,24 @@ class Lane:
     """The static tensors of one captured step. Filled anew for each replay.
 
     :param variants: resource → the variant that its view runs (:meth:`mstar.resources.base.Resource.variant`).
+    :param tokens: of all rows together; by default each row has one. More than *rows* otherwise: then the first row of
+        the padding, of which there is at least one, takes what the step's rows leave, and the others have none.
+    :ivar real: rows and tokens, without padding, of the step that is planned on it.
     :ivar trial: the step runs as plain calls, before it is captured: it loads and compiles what the capture must find
         ready, and shows what it will use.
     :ivar graph: the engine's recording. :ivar key: what the engine knows the lane by.
     """
 
-    def __init__(self, rows: int, device: torch.device, variants: Mapping[str, Hashable] | None = None):
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device,
+        variants: Mapping[str, Hashable] | None = None,
+        tokens: int | None = None,
+    ):
         self.rows, self.device, self.variants = rows, device, variants or {}
+        self.tokens = rows if tokens is None else tokens
+        self.real = (self.rows, self.tokens)
         self.trial = False
         self.graph: Any = None
         self.key: Hashable = None
@@ -111,6 +123,19 @@ class Stage:
     def rows(self, real: int) -> int:
         """How many rows this step's tensors have: *real*, or the lane's."""
         return real if self.lane is None else self.lane.rows
+
+    def lengths(self, real: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of each row, int64 ``[rows]``: *real*, and on a lane those of the padding. See :class:`Lane`."""
+        lane = self.lane
+        if lane is None or len(real) == lane.rows:
+            return real
+        padded = np.zeros(lane.rows, np.int64)
+        padded[: len(real)] = real
+        if lane.tokens == lane.rows:
+            padded[len(real) :] = 1
+        else:
+            padded[len(real)] = lane.tokens - real.sum()
+        return padded
 
     def keep(self, key: str, make: Callable[[], Any]) -> Any:
         """What *make* gives; on a lane, what it gave when the lane was new."""

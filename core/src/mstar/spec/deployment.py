@@ -39,6 +39,12 @@ class EngineOptions(_Section):
         None, description="A name registered through `mstar_engines`; default: `graphs` on a GPU, `eager` on the CPU."
     )
     attention: str | None = Field(None, description="Force an attention backend by name.")
+    max_graph_tokens: int = Field(
+        1024,
+        ge=0,
+        description="Runner `graphs`: most tokens of a step with prompts in it that runs as a captured graph; 0: none "
+        "does.",
+    )
     memory_fraction: float | None = Field(
         None,
         gt=0,
@@ -50,6 +56,9 @@ class EngineOptions(_Section):
         None, description="Plan and launch a step while the one before still runs; default: on a GPU."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
+    trace: str | None = Field(
+        None, description="File for a timeline of host, device and requests; an earlier one becomes `NAME.old.json`."
+    )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
 

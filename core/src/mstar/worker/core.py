@@ -36,6 +36,7 @@ from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build, runner_name
 from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
+from mstar.worker.trace import open_trace
 
 __all__ = ["Worker"]
 
@@ -102,6 +103,8 @@ class Worker:
             self._step_done if self.observers.watched("mstar_step_done") else None,
         )
         self._prepare(on_phase)
+        self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
+        self.observers.add("timeline", self.trace)
         self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
@@ -123,7 +126,7 @@ class Worker:
         def report(done: int, total: int) -> None:
             on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
 
-        self.engine.prepare(self.plan, rows, report)
+        self.engine.prepare(self.plan, rows, deployment.scheduler.max_step_tokens, report)
         status = self.engine.runner.status()
         if status.get("graphs"):
             size = status["graph_bytes"] / 2**20
@@ -191,14 +194,19 @@ class Worker:
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
         """Admit what can be admitted and run one batch. ``False`` when nothing was ready."""
+        trace = self.trace
+        trace.begin()
         now = time.monotonic()
         self._expire(now)
         if self.scheduler.waiting:
             self._start_requests(now)
+        trace.stage("admit")
         work = self._next_work(now)
         if not work and not self._flights:
+            trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
             return False
+        trace.stage("schedule")
         self._checked = False
         launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
@@ -207,6 +215,8 @@ class Worker:
             self._land(flight)
         for flight in self._flights:
             self._foresee(flight)
+        trace.stage("foresee")
+        trace.end(self._running, self.scheduler.waiting, self._answering)
         return True
 
     def events(self) -> list[Event]:
@@ -240,6 +250,8 @@ class Worker:
         self._flights.clear()
         self._cohort.clear()
         self.sessions.close()
+        self.trace.rest(self._running, self.scheduler.waiting)
+        self.trace.close()
 
     # --- requests begin -----------------------------------------------------------------------------------------------
     def _start_requests(self, now: float) -> None:
@@ -366,6 +378,7 @@ class Worker:
             if flight.failure is None:
                 for index, w in enumerate(flight.work):
                     self._launched(flight, index, w, now)
+        self.trace.stage("schedule")
         return flights
 
     def _launched(self, flight: Flight, index: int, w: Work, now: float) -> None:
@@ -381,6 +394,7 @@ class Worker:
 
     def _land(self, flight: Flight) -> None:
         results = self.engine.land(flight)
+        self.trace.landed(flight)
         for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
             live = self._live.get(w.call.run.request.id)
             if live is None or live.run is not w.call.run or w.call.dropped:
@@ -391,6 +405,7 @@ class Worker:
             self.engine.learn(flight, index)
             if w.complete:
                 self._complete(live, w.call, result)
+        self.trace.routed(flight)
 
     def _complete(self, live: _Live, call: CallRun, result: RowResult) -> None:
         outputs, logprobs = result.outputs, result.logprobs
@@ -432,6 +447,7 @@ class Worker:
         if call.flight is not None:
             if call.flight.failure is None:
                 self.engine.retract(call.flight, call.index)
+                self.trace.retracted(call.flight, call.run.request.id)
         elif call.item is not None:
             self.scheduler.drop(call.item)
         else:
@@ -485,6 +501,11 @@ class Worker:
         event = _failed(request.id, error)
         self._events.append(event)
         self.observers.call("mstar_request_refused", request=request, event=event)
+
+    def _answering(self, request: str) -> bool:
+        """Whether *request* has a first token or other output."""
+        live = self._live.get(request)
+        return live is not None and (bool(live.run.generated) or any(out.items for out in live.run.out.values()))
 
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()

@@ -29,6 +29,13 @@ class Observers:
         self.failures: Counter[tuple[str, str]] = Counter()
         self._callers = {hook: _callers(plugins, hook) for hook in hooks}
 
+    def add(self, name: str, listener: object) -> None:
+        """Let *listener* watch too, before the plugins: the methods that it has of the hooks' names."""
+        for hook, callers in self._callers.items():
+            method = getattr(listener, hook, None)
+            if method is not None:
+                callers.insert(0, (name, method))
+
     def watched(self, hook: str) -> bool:
         """Whether any plugin implements *hook*."""
         return bool(self._callers[hook])

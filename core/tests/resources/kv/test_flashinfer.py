@@ -327,6 +327,59 @@ def test_a_lane_is_planned_anew_for_each_step_and_keeps_its_addresses(fake: Fake
     assert len(lane.tensors["kv.pages"][2]) == room(4, 24, 4)
 
 
+@pytest.mark.parametrize("heads", [4, 8])
+def test_a_lane_of_prompts_and_decoding_rows(fake: Fake, heads: int) -> None:
+    """Rows of any lengths from step to step; the padding row may be longer than a context can be."""
+    captured, plain = paged(fake, heads), paged(fake, heads)
+    owners = [Owner(name) for name in "ABC"]
+    random, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+    def draw(count: int, of: int) -> torch.Tensor:
+        return torch.randn(count, of, 8, generator=random)
+
+    for resource in (captured, plain):
+        for owner in owners:
+            assert resource.reserve(owner, resource.units(96))
+            resource.open(owner, EngineRequest(id=owner.key))
+    stage, device = captured.context.stage, torch.device("cpu")
+    lanes = [Lane(4, device, tokens=20), Lane(4, device, tokens=130)]
+    for step in range(16):
+        lane = lanes[step % 2]
+        chosen = rng.permutation(3)[: rng.integers(1, 4)]
+        rows = [Row(owners[i], int(rng.integers(1, 6))) for i in chosen]
+        real = sum(row.length for row in rows)
+        stage.begin(lane)
+        before = len(fake.plans)
+        view = captured.plan(rows)
+        assert fake.plans[before:] == [("fa2", True)] * (2 if step > 1 else 0)
+        stage.send()
+        wanted = plain.plan(rows)
+        for layer in range(2):
+            q, k, v = draw(lane.tokens, heads), draw(lane.tokens, 2), draw(lane.tokens, 2)
+            out = view.attend(layer, q, k, v)
+            assert fake.runs[-1][0] == "fa2"
+            assert out.isfinite().all()
+            expected = wanted.attend(layer, q[:real], k[:real], v[:real])
+            torch.testing.assert_close(out[:real], expected, rtol=1e-5, atol=2e-6)
+        assert view.positions.shape == (lane.tokens,)
+        assert view.positions[:real].tolist() == wanted.positions.tolist()
+        assert int(view.positions[real:].max()) < 4, "padding has no position that a context cannot have"
+        for resource in (captured, plain):
+            resource.commit(rows)
+    captured.check(owners)
+
+
+def test_the_workspace_of_a_lane_holds_all_tiles_that_its_rows_might_begin(fake: Fake) -> None:
+    backend, of = FlashInferOnCPU(), memory()
+    stage = Stage("cpu")
+    stage.begin(Lane(4, torch.device("cpu"), tokens=60))
+    plan = backend.plan_kv(of, batch([33, 20, 7, 0], [3, 0, 9, 0]), stage, "kv")
+    stage.send()
+    plan.attend(0, queries(60, 8), None, None)
+    tiles = -(-60 * 4 // 128) + 4 - 1  # FlashInfer's bound for groups of 4 query heads and tiles of 128
+    assert backend.library(torch.device("cpu")).floats(0).shape[0] >= 8 * tiles * 128 * (8 + 1) * 4
+
+
 def test_a_lane_refuses_what_its_graph_cannot_hold(fake: Fake) -> None:
     backend, of, lane = FlashInferOnCPU(), memory(), Lane(2, torch.device("cpu"))
     stage = Stage("cpu")
@@ -340,6 +393,12 @@ def test_a_lane_refuses_what_its_graph_cannot_hold(fake: Fake) -> None:
         plan.attend(0, queries(2), None, None, window=2)
     with pytest.raises(ValueError, match="no kernel"):
         plan.attend(0, queries(2).half(), None, None)
+    stage.begin(Lane(3, torch.device("cpu"), tokens=8))
+    with pytest.raises(ValueError, match="8 queries"):
+        backend.plan_kv(of, batch([1, 2, 4], [3, 4, 0]), stage, "few")
+    plan = backend.plan_kv(of, batch([1, 2, 5], [3, 4, 0]), stage, "mixed")
+    with pytest.raises(ValueError, match="no kernel"):
+        plan.attend(0, queries(8), None, None, window=2, causal=False)
 
 
 def test_a_plan_unlike_the_captured_one_is_never_run(fake: Fake) -> None:

@@ -142,6 +142,8 @@ class AttentionBackend(abc.ABC):
     capturable: bool = False
     """Whether a plan made on a :class:`~mstar.resources.staging.Lane` can be refilled for the replays of a graph: one
     query a row, ``step_kv`` ``written`` or ``none``."""
+    capturable_chunks: bool = False
+    """Whether also for rows of any number of queries, as long as there are as many in all."""
 
     @abc.abstractmethod
     def supports(self, need: AttentionNeed) -> str | None:

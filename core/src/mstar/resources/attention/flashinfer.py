@@ -42,6 +42,7 @@ class FlashInferAttention(AttentionBackend):
     name = "flashinfer"
     priority = 20
     capturable = True
+    capturable_chunks = True
 
     def __init__(self) -> None:
         self._torch = TorchAttention()

@@ -153,16 +153,18 @@ class Library:
 
 
 class Kernel:
-    """One kernel with its plan: made for a lane of *lane_rows* rows, or for any step.
+    """One kernel with its plan: made for a lane of so many rows and queries, or for any step.
 
     :param kind: see :meth:`Library.module`.
     """
 
-    def __init__(self, library: Library, kind: str, shape: Shape, how: Combination, lane_rows: int | None = None):
+    def __init__(
+        self, library: Library, kind: str, shape: Shape, how: Combination, lane: tuple[int, int] | None = None
+    ):
         self._module = library.module(kind, shape, how.window_left >= 0, how.softcap > 0)
         self._library, self._kind, self._shape, self._how = library, kind, shape, how
-        self._lane = lane_rows is not None
-        self._floats = library.floats(_partial_results(lane_rows, library.work, shape, how))
+        self._lane = lane is not None
+        self._floats = library.floats(_partial_results(lane, library.work, shape, how))
         self._ints = _buffer(_LANE_INTS if self._lane else _INTS, library.device)
         self._empty = torch.empty(0, dtype=shape.dtype)
         self._plan: Any = None
@@ -254,16 +256,18 @@ class Kernel:
         )
 
 
-def _partial_results(rows: int | None, work: int, shape: Shape, how: Combination) -> int:
+def _partial_results(lane: tuple[int, int] | None, work: int, shape: Shape, how: Combination) -> int:
     """Bytes of partial results of contexts that are divided.
 
     FlashInfer divides into no more than *work* pieces, twice the multiprocessors, over the key heads. A captured step
-    (of *rows* rows) has place for as many in any case, and for each row. A piece has a tile of 16, 64 or 128 queries.
+    (*lane*: its rows and queries) has place for as many in any case, and for all tiles that its rows might begin. A
+    piece has a tile of 16, 64 or 128 queries, whichever holds the most that a row can have.
     """
     shared = how.heads // shape.kv_heads
-    if rows is None:
-        pieces, tile = work // shape.kv_heads, 128
-    else:
-        tile = 16 if shared <= 16 else 64 if shared <= 64 else 128
-        pieces = max(work // shape.kv_heads, rows * -(-shared // tile))
+    pieces, tile = work // shape.kv_heads, 128
+    if lane is not None:
+        rows, queries = lane
+        longest = (queries - rows + 1) * shared
+        tile = 16 if longest <= 16 else 64 if longest <= 64 else 128
+        pieces = max(pieces, -(-queries * shared // tile) + rows - 1)
     return how.heads * (pieces + 1) * tile * (shape.head_dim + 1) * 4

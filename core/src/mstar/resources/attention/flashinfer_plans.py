@@ -200,13 +200,17 @@ class StepPlan(KVPlan):
 
 
 class _LaneRows(_Rows):
-    """The rows of a lane, one query each. Their kernels are the lane's own."""
+    """The rows of a lane. Their kernels are the lane's own.
+
+    Rows of several queries use fa2: how many of them have a long context, or one query, differs from step to step, and
+    fa3 does not divide contexts.
+    """
 
     def _find(self, how: Combination) -> Kernel:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
-        kind, library = _decode_kind(self.shape, how), self.backend.library(self.device)
-        return Kernel(library, kind, self.shape, how, self.pages.rows)
+        kind = _decode_kind(self.shape, how) if self.decode else "fa2"
+        return Kernel(self.backend.library(self.device), kind, self.shape, how, (self.pages.rows, self.pages.queries))
 
     def refill(self, pages: PageList) -> None:
         self.pages = pages
@@ -215,26 +219,32 @@ class _LaneRows(_Rows):
 
 
 class LanePlan(KVPlan):
-    """Steps on one lane: one query a row. All kernels that the lane has used are planned for each step."""
+    """Steps on one lane: one query a row, or always as many in all. All kernels that the lane has used are planned for
+    each step."""
 
     def __init__(self, backend: FlashInferAttention, memory: KVMemory, key: str):
         self._backend, self._memory, self._key = backend, memory, key
         self._rows: _LaneRows | None = None
         self._few: RowsPlan | None = None
-        self._windows = False
+        self._written, self._windows = False, False
 
     def refill(self, batch: KVBatch, stage: Stage) -> None:
         """Plan the lane's next step. What it reads is on the device once *stage* has been sent."""
         rows, size, written = len(batch.lengths), batch.page_size, batch.step_kv == "written"
-        if (batch.lengths != 1).any():
-            raise ValueError(f"a captured step of {self._key!r} has one query a row, not {batch.lengths.tolist()}")
-        pages = list_pages(batch.lengths, batch.starts + 1 if written else batch.starts, batch.tables, size)
+        lane = stage.lane
+        assert lane is not None
+        decode = lane.tokens == lane.rows
+        if (batch.lengths != 1).any() if decode else batch.lengths.sum() != lane.tokens:
+            wanted = "one query a row" if decode else f"{lane.tokens} queries"
+            raise ValueError(f"a captured step of {self._key!r} has {wanted}, not {batch.lengths.tolist()}")
+        ends = batch.starts + batch.lengths if written else batch.starts
+        pages = list_pages(batch.lengths, ends, batch.tables, size)
         most = room(rows, batch.most_pages or batch.tables.shape[1], size)
         packed = stage.put(f"{self._key}.pages", pages.packed, room=most)
-        self._windows = written and not batch.sink
+        self._written, self._windows = written, written and not batch.sink
         if self._rows is None:
-            self._rows = _LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, True)
-            self._few = self._rows.few(self._memory, batch)
+            self._rows = _LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, decode)
+            self._few = self._rows.few(self._memory, batch) if decode else None
         else:
             self._rows.refill(pages)
 
@@ -251,12 +261,14 @@ class LanePlan(KVPlan):
         softcap: float | None = None,
     ) -> Tensor:
         assert self._rows is not None
-        if q.dtype is not self._memory.dtype or (window is not None and not self._windows):
+        windows = self._windows and (causal or self._rows.decode)
+        if q.dtype is not self._memory.dtype or (window is not None and not windows):
             raise ValueError(f"{self._key!r} attends in a way that a captured step has no kernel for")
         _fits(q, self._rows.pages.queries)
         q = _usable(q)
         out = q.new_empty(q.shape)
-        self._rows.attend(layer, self._rows.kernel(_how(q, window, causal, scale, softcap)), q, out)
+        how = _how(q, window, causal and self._written, scale, softcap)
+        self._rows.attend(layer, self._rows.kernel(how), q, out)
         return out
 
     def attend_heads(
