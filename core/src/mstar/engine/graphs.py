@@ -167,8 +167,9 @@ class GraphRunner(Runner):
         self._buckets = row_buckets(rows)
         self._chunk_rows = chunk_row_buckets(rows)
         self._chunk_tokens = token_buckets(min(tokens, self.options.max_graph_tokens))
-        few = self._chunk_rows[0]
-        sizes = [(size, size) for size in self._buckets] + [(few, size) for size in self._chunk_tokens if size > few]
+        sizes = [(size, size) for size in self._buckets]
+        few = self._chunk_rows[:2]  # a few prompts at once; steps with more rows are captured when they come
+        sizes += [(most, size) for most in few for size in self._chunk_tokens if size > most]
         return sorted(sizes, key=lambda size: size[::-1], reverse=True)
 
     def lane(self, work: Sequence[Work], variants: Mapping[str, Hashable]) -> Lane | None:

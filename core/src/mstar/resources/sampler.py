@@ -23,6 +23,9 @@ from mstar.spec.resources import Sampler
 
 __all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
 
+_REMEMBERED = 8
+"""Sets of rows whose parameters are kept: a step's, with and without padding, and those of steps that take turns."""
+
 
 class SamplerView:
     """One step of the sampler. ``step["sampler"].sample(logits)``."""
@@ -124,7 +127,7 @@ class SamplerResource(SlotResource):
         self._drawn = np.zeros(context.max_owners + 1, dtype=np.int64)
         self._histories = TokenHistories(spec.vocab, self._device)
         self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
-        self._gathered: tuple[tuple[int, ...], RowParams] | None = None
+        self._gathered: dict[tuple[int, ...], RowParams] = {}  # by slots, until a slot changes hands
         self._pending: SamplerView | None = None
         self._most_calls = 1  # uses of the sampler in one step, so far
         self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
@@ -144,7 +147,7 @@ class SamplerResource(SlotResource):
         self._table.set(slot, params)
         self._states[slot] = state
         self._open.add(owner)
-        self._gathered = None
+        self._gathered.clear()
 
     def _constraint(self, grammar: str) -> Constraint:
         if self._constraints is None:
@@ -172,7 +175,7 @@ class SamplerResource(SlotResource):
         if state is not None and state.history is not None:
             self._histories.give_back(state.history)
         self._recent.pop(self._slots[owner], None)
-        self._gathered = None
+        self._gathered.clear()
         super().close(owner)
 
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
@@ -216,10 +219,14 @@ class SamplerResource(SlotResource):
     def _params(self, rows: Sequence[Row], count: int) -> RowParams:
         """The parameters of *rows*, and of padding up to *count*."""
         slots = (*(self._slots[row.owner] for row in rows), *[self._padding] * (count - len(rows)))
-        if self._gathered is None or self._gathered[0] != slots:
+        found = self._gathered.get(slots)
+        if found is None:
+            if len(self._gathered) >= _REMEMBERED:
+                self._gathered.clear()
             states = [self._states[slot] for slot in slots]
-            self._gathered = (slots, RowParams.gather(slots, states, self._table, by_slot=self._fused is not None))
-        return self._gathered[1]
+            found = RowParams.gather(slots, states, self._table, by_slot=self._fused is not None)
+            self._gathered[slots] = found
+        return found
 
     def _draws(self, rows: RowParams, calls: np.ndarray) -> np.ndarray:
         """Random numbers for the *calls*-th uses of the sampler in a step."""

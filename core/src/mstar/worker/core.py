@@ -211,8 +211,9 @@ class Worker:
         launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
         self._flights = launched if self._lookahead else []
-        for flight in landing:
-            self._land(flight)
+        landed = [self._land(flight) for flight in landing]  # all parts of a step that failed before what follows
+        for flight, results in zip(landing, landed, strict=True):
+            self._route(flight, results)
         for flight in self._flights:
             self._foresee(flight)
         trace.stage("foresee")
@@ -392,9 +393,12 @@ class Worker:
         elif live.fresh and call.op.entry.prefix:
             self._end_fresh(live)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Flight) -> list[RowResult | Exception]:
         results = self.engine.land(flight)
         self.trace.landed(flight)
+        return results
+
+    def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
         for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
             live = self._live.get(w.call.run.request.id)
             if live is None or live.run is not w.call.run or w.call.dropped:
