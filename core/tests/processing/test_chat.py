@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from mstar.processing.chat import TextProcessor
 from mstar.processing.tokenizer import ChatTemplate, TextTokenizer
 from mstar.spec.errors import RequestError, SetupError
-from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.request import Emit
@@ -39,8 +39,8 @@ def sampling(**values: Any) -> SamplingKnobs:
     return SamplingKnobs.model_validate(values)
 
 
-def processor(folder: Path, **model_kwargs: Any) -> TextProcessor:
-    return TextProcessor(ProcessorContext(SPEC, folder, model_kwargs))
+def processor(folder: Path, **options: Any) -> TextProcessor:
+    return TextProcessor(ProcessorContext(SPEC, folder, TextOptions(**options)))
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +193,9 @@ def test_completions_and_plain_texts(folder: Path, tmp_path: Path) -> None:
 
 
 def test_answers_are_bounded_by_the_context(folder: Path) -> None:
-    def answer(length: int, max_tokens: int | None = None, **model_kwargs: Any) -> int:
+    def answer(length: int, max_tokens: int | None = None, **options: Any) -> int:
         task = CompletionTask(knobs=sampling(max_tokens=max_tokens), prompt=[5] * length)
-        return processor(folder, **model_kwargs).prepare(task, "r").request.sampling["sampler"].max_tokens
+        return processor(folder, **options).prepare(task, "r").request.sampling["sampler"].max_tokens
 
     assert answer(50) == 150
     assert answer(50, default_max_tokens=20) == 20
