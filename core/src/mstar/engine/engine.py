@@ -1,8 +1,8 @@
 """One step: plan → forward → commit, then, when the device is done, land; and what happens when it fails.
 
-Which calls a step has is the scheduler's choice; this is the rest. A step either commits for all of its rows or is rolled
-back for all of them. A step of several rows whose launch fails is run again in halves until the rows that fail are
-alone (promise P7): resources are pure until commit, so the others get exactly the result that they would have had.
+Which calls a step has is the scheduler's choice; this is the rest. A step either commits for all of its rows or is
+rolled back for all of them. A step of several rows whose launch fails is run again in halves until the rows that fail
+are alone (promise P7): resources are pure until commit, so the others get exactly the result that they would have had.
 
 *Launch and land.* :meth:`Engine.launch` returns when the device has been told what to do: the step is committed, its
 outputs are tensors that later steps may use, and the host knows none of their values. :meth:`Engine.land` waits for

@@ -168,7 +168,7 @@ def check_model(
     if weights is not None:
         check_override(weights)
         deployment = checked.deployment = deployment.model_copy(update={"weights": weights})
-    unusable = value_faults(spec, deployment)
+    unusable = value_faults(spec, deployment, weights=weights is None)
     checked.faults += [Fault(place, key, fault) for key, fault in unusable]
     _check_kinds(checked, deployment, registry, config)
     if not unusable:  # else neither can be made of them, and would say the same again

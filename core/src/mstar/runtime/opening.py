@@ -65,7 +65,7 @@ def prepare_config(
     layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
     places = _places(spec, config, layers)
     deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields, places=places)
-    if faults := value_faults(spec, deployment):
+    if faults := value_faults(spec, deployment, weights=overrides.get("weights") is None):
         raise DeploymentError(faults, places)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
@@ -85,15 +85,18 @@ def prepare_config(
     )
 
 
-def value_faults(spec: ModelSpec, deployment: Deployment) -> list[tuple[str, str]]:
+def value_faults(spec: ModelSpec, deployment: Deployment, *, weights: bool) -> list[tuple[str, str]]:
     """What no key's type can say of *deployment*: options that *spec*'s model would not understand, weights that are
-    not there. (Key's path, what is wrong with it.)"""
+    not there. (Key's path, what is wrong with it.)
+
+    :param weights: a file says which, not an option: then they are looked at, too.
+    """
     faults: list[tuple[str, str]] = []
     try:
         read_options(spec.options, deployment.model_kwargs)
     except DeploymentError as error:
         faults += error.faults
-    if deployment.weights is not None:
+    if weights and deployment.weights is not None:
         try:
             check_override(deployment.weights)
         except WeightsError as error:

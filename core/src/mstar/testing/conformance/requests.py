@@ -118,9 +118,9 @@ class RequestChecks:
             if values and not any(_answers_differ(mstar_model, example, name, values) for example in examples):
                 (where, _), *_ = ((w, p) for w, p in params_of(driver.worker.plan.graph) if p.name == name)
                 fail(
-                    f"{spec.key!r}: knob {name!r} changes nothing: {', '.join(map(repr, values))} give the same answers "
-                    f"to {len(examples)} sample requests ({where} has it). Use it in the node; or, if its effect is "
-                    f"too small or rare for them, name it in {spec.knobs.__name__}.may_change_nothing"
+                    f"{spec.key!r}: knob {name!r} changes nothing: {', '.join(map(repr, values))} give the same "
+                    f"answers to {len(examples)} sample requests ({where} has it). Use it in the node; or, if its "
+                    f"effect is too small or rare for them, name it in {spec.knobs.__name__}.may_change_nothing"
                 )
 
     def test_what_cannot_be_served_is_refused(self, mstar_model: Subject) -> None:
