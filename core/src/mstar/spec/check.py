@@ -335,7 +335,7 @@ class _Flow:
                     f"{where}: {type(source).__name__} is one number a row, input port {name!r} is declared "
                     f"{port.layout} {port.shape}: declare it Port({name!r}, {port.dtype!r}, (), 'stacked')"
                 )
-            elif isinstance(source, Index) and source.depth >= len(loops):
+            if isinstance(source, Index) and source.depth >= len(loops):
                 yield f"{where}: Index({source.depth}) for port {name!r} but only {len(loops)} loop(s) around it"
             elif isinstance(source, Pull) and source.at_end == "stop" and (not loops or in_par):
                 yield f"{where}: Pull({source.stream!r}) that stops a loop must stand in one, outside of any Par in it"
