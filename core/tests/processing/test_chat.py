@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +189,11 @@ def test_completions_and_plain_texts(folder: Path, tmp_path: Path) -> None:
     ids = raw.prompt_ids(GenerateTask(knobs=knobs, text="the"))[0]
     assert ids == sentencepiece().encode("the").ids
     assert ids[0] == id_of(sentencepiece(), "<s>")
-    with pytest.raises(RequestError, match="no chat template"):
-        raw.prepare(chat("Hi"), "r")
+    for abilities, hint in ((("chat",), ""), (("generate", "completion"), ": use /v1/completions")):
+        raw.context = replace(raw.context, spec=replace(SPEC, abilities=abilities))
+        with pytest.raises(RequestError) as caught:
+            raw.prepare(chat("Hi"), "r")
+        assert str(caught.value) == f"this model has no chat template{hint}", "only what the model serves is suggested"
 
 
 def test_answers_are_bounded_by_the_context(folder: Path) -> None:
