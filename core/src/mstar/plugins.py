@@ -28,7 +28,16 @@ from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError, nearest
 from mstar.spec.origin import describe
 
-__all__ = ["BUILTIN", "GROUP", "BrokenPlugin", "Plugin", "Plugins", "describe_broken", "load_plugins"]
+__all__ = [
+    "BUILTIN",
+    "GROUP",
+    "BrokenPlugin",
+    "Plugin",
+    "Plugins",
+    "describe_broken",
+    "installed_entries",
+    "load_plugins",
+]
 
 BUILTIN = "core"
 """The name under which the core registers its own hooks."""
@@ -210,7 +219,7 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
         raise PluginError(f"MSTAR_BLOCK_PLUGINS: {BUILTIN!r} is M* itself and cannot be blocked")
     plugins.add(BUILTIN, mstar.__version__, "mstar.builtin", lambda: importlib.import_module("mstar.builtin"))
     unseen = set(allowed or ()) - {BUILTIN}
-    installed, damaged = _installed()
+    installed, damaged = installed_entries()
     plugins.broken += damaged
     for entry in installed:
         distribution, version = _installed_as(entry)
@@ -233,7 +242,7 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
     return plugins
 
 
-def _installed() -> tuple[list[importlib.metadata.EntryPoint], list[BrokenPlugin]]:
+def installed_entries() -> tuple[list[importlib.metadata.EntryPoint], list[BrokenPlugin]]:
     """The entry points of all distributions, by name, and the distributions whose entry points cannot be read.
 
     One at a time, where :func:`importlib.metadata.entry_points` fails for all because of one. Of two distributions with

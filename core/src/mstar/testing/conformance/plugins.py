@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mstar.plugins import GROUP, Plugin
+from mstar.plugins import Plugin, installed_entries
 from mstar.registry import Registry
 from mstar.spec.errors import PluginError
 from mstar.testing.conformance.subject import fail, find_plugin, models_of
@@ -101,7 +100,7 @@ class PluginChecks:
 
 def _source(registry: Registry, name: str) -> str:
     """The module that the plugin is loaded from, whether it could be used or not."""
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in installed_entries()[0]:
         if name in (entry.name, entry.dist.name if entry.dist else ""):
             return entry.value
     return name
@@ -132,7 +131,7 @@ def _readme(plugin: Plugin) -> tuple[str, str]:
                 return (folder / "README.md").read_text(encoding="utf-8"), str(folder / "README.md")
             if folder.name == "site-packages" or (folder / "pyproject.toml").is_file():
                 break
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in installed_entries()[0]:
         if entry.name == plugin.name and entry.dist is not None:
             description = entry.dist.metadata.get("Description") or entry.dist.metadata.get_payload()  # type: ignore[attr-defined]
             return str(description or ""), f"the README in the metadata of {entry.dist.name}"
