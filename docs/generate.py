@@ -13,29 +13,21 @@ import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from mstar import hookspecs, settings
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
+from mstar.spec.fields import describe_fields
 from mstar.spec.model import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("docs/hooks.md", "docs/knobs.md", "docs/deployment.md", "README.md")
-_WORDS = {
-    "integer": "whole number",
-    "boolean": "`true` or `false`",
-    "string": "text",
-    "array": "list",
-    "object": "mapping",
-    "null": "`null`",
-}
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -133,52 +125,11 @@ def deployment() -> str:
 
 def fields(model: type[BaseModel]) -> str:
     """A table of *model*'s fields: name, what it may be, default, meaning."""
-    known = model.model_json_schema(mode="validation")
-    rows = []
-    for name, field in model.model_fields.items():
-        schema = known["properties"][name]
-        rows.append((f"`{name}`", _kind(schema, known.get("$defs", {})), _default(field), _meaning(name, field)))
-    return table(("name", "value", "default", "meaning"), rows)
-
-
-def _kind(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    if "$ref" in schema:
-        return "a section, see below"
-    if "anyOf" in schema:
-        return " or ".join(_kind(part, definitions) for part in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{choice}`" for choice in schema["enum"])
-    kind = schema.get("type", "anything")
-    return " ".join(filter(None, (_WORDS.get(kind, kind), _bounds(schema))))
-
-
-def _bounds(schema: Mapping[str, Any]) -> str:
-    marks = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return ", ".join(f"{mark} {_number(schema[key])}" for key, mark in marks.items() if key in schema)
-
-
-def _number(value: float) -> str:
-    power = abs(int(value)).bit_length() - 1
-    if abs(value) >= 2**31 and abs(value) == 2**power:
-        return f"{'-' if value < 0 else ''}2^{power}"
-    return f"{value:g}"
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(value, BaseModel):
-        return ""
-    if value is None or value in ((), [], {}):
-        return "none"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _meaning(name: str, field: FieldInfo) -> str:
-    if not field.description and not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-        raise SystemExit(f"{name} has no description")
-    return field.description or markdown(inspect.getdoc(field.annotation) or "")
+    rows = describe_fields(model)
+    for row in rows:
+        if not row.meaning:
+            raise SystemExit(f"{row.name} has no description")
+    return table(("name", "value", "default", "meaning"), [(*row[:3], markdown(row.meaning)) for row in rows])
 
 
 # --- settings -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,18 @@ import pytest
 import yaml
 
 from mstar.nn.model import Model, Run
+from mstar.nn.node import Step
+from mstar.plugins import load_plugins
+from mstar.registry import Registry
 from mstar.scaffold.names import Names
 from mstar.scaffold.write import write_package
+from mstar.settings import Settings
+from mstar.spec import resources
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.resources import PagedKV, Sampler
+from mstar.testing import Example
+from mstar.testing.drive import Driver
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -85,3 +93,37 @@ def test_the_deployment_file_of_the_quickstart_is_valid() -> None:
     (text,) = blocks("docs/quickstart.md", "yaml")
     deployment = merge_deployment("smollm2", yaml.safe_load(text))
     assert deployment.resources["kv"] == {"tokens": 16384}
+
+
+def test_the_model_of_the_nodes_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = blocks("docs/nodes.md", "python")
+    (tmp_path / "nodes_page.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry(load_plugins(Settings(extra_plugins=("nodes_page",))))
+    driver = Driver("fader", registry, device="cpu", dtype="float32")
+    asked = {"a": Example("AC", {"times": 3}), "b": Example("d", {"times": 2, "gain": 0.25})}
+    for request, example in asked.items():
+        driver.submit(request, example)
+    driver.run()
+    assert driver.result("a")["numbers"].tolist() == [33.0, 16.5, 8.25]
+    assert driver.result("b")["numbers"].tolist() == [25.0, 6.25]
+    driver.assert_empty()
+
+
+def test_every_view_and_fact_of_a_step_is_on_the_nodes_page() -> None:
+    text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
+    kinds = [name for name in resources.__all__ if name != "ResourceSpec"]
+    assert [name for name in kinds if f"| `{name}` |" not in text] == []
+    assert [f.name for f in fields(Step) if f"`step.{f.name}`" not in text and f.name not in ("views", "entry")] == []
+
+
+def test_every_promise_that_is_cited_is_listed() -> None:
+    listed = set(
+        re.findall(r"^\| (P\d+) \|", (ROOT / "docs/architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    sources = [file.read_text(encoding="utf-8") for file in (ROOT / "core/src").rglob("*.py")]
+    cited = {
+        name for text in sources for place in re.findall(r"promises? ([P\d, ]+)", text) for name in place.split(", ")
+    }
+    assert {"P2", "P7"} <= {name.strip() for name in cited} <= listed
+    assert not any("design §" in text for text in sources)

@@ -9,6 +9,7 @@ What a block is follows from its language:
 - ``diff``: a change of the file that the line above names, without line numbers.
 - ``python``, ``yaml``: the content of the file that the line above names.
 
+``<!-- test: skip -->`` above a block: it is an example that the reader does not follow.
 ``<!-- test: stop -->`` is where the reader presses Ctrl-C.
 """
 
@@ -84,6 +85,8 @@ class Reader:
     def do(self, block: Block) -> None:
         """Do what *block* says. Raises ``AssertionError`` when it does not come out as the page has it."""
         match block.language:
+            case _ if block.mark == "skip":
+                pass
             case "sh" if block.mark == "serves":
                 self._serve(block.text)
             case "sh":

@@ -43,7 +43,7 @@ def test_version(mstar: Run) -> None:
         (("srve",), "mstar: unknown command 'srve'; did you mean 'serve'?"),
         (("--hlep",), "mstar: unknown option '--hlep'; did you mean '--help'?"),
         (("models", "--jsn"), "mstar models: unknown option '--jsn'; did you mean '--json'?"),
-        (("models", "extra"), "mstar models: unexpected argument 'extra'"),
+        (("models", "toy-chat", "extra"), "mstar models: unexpected argument 'extra'"),
         (("serve",), "the following arguments are required: KEY"),
         (("serve", "toy-chta"), "there is no model 'toy-chta'; did you mean 'toy-chat'?"),
         (("serve", "toy-chat", "--prot=1"), "unknown option '--prot'; did you mean '--port'?"),

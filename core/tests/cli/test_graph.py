@@ -101,7 +101,7 @@ def test_faults_are_shown_with_the_words_that_list_them(llama: Run, tmp_path: Pa
     assert status == 1
     assert "partition" in out, "the graph is drawn all the same"
     command = f"mstar check toy-llama --config '{file}' --weights {tmp_path / 'llama'}"
-    assert err == f"1 fault(s): `{command}` lists them\n"
+    assert err == f"1 fault: `{command}` lists what is wrong\n"
     assert llama(*shlex.split(command)[1:])[0] == 1
 
 

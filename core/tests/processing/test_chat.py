@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mstar.processing.chat import TextProcessor
 from mstar.processing.tokenizer import ChatTemplate, TextTokenizer
 from mstar.spec.errors import RequestError, SetupError
-from mstar.spec.knobs import SamplingKnobs
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.request import Emit
@@ -39,8 +40,8 @@ def sampling(**values: Any) -> SamplingKnobs:
     return SamplingKnobs.model_validate(values)
 
 
-def processor(folder: Path, **model_kwargs: Any) -> TextProcessor:
-    return TextProcessor(ProcessorContext(SPEC, folder, model_kwargs))
+def processor(folder: Path, **options: Any) -> TextProcessor:
+    return TextProcessor(ProcessorContext(SPEC, folder, TextOptions(**options)))
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +189,17 @@ def test_completions_and_plain_texts(folder: Path, tmp_path: Path) -> None:
     ids = raw.prompt_ids(GenerateTask(knobs=knobs, text="the"))[0]
     assert ids == sentencepiece().encode("the").ids
     assert ids[0] == id_of(sentencepiece(), "<s>")
-    with pytest.raises(RequestError, match="no chat template"):
-        raw.prepare(chat("Hi"), "r")
+    for abilities, hint in ((("chat",), ""), (("generate", "completion"), ": use /v1/completions")):
+        raw.context = replace(raw.context, spec=replace(SPEC, abilities=abilities))
+        with pytest.raises(RequestError) as caught:
+            raw.prepare(chat("Hi"), "r")
+        assert str(caught.value) == f"this model has no chat template{hint}", "only what the model serves is suggested"
 
 
 def test_answers_are_bounded_by_the_context(folder: Path) -> None:
-    def answer(length: int, max_tokens: int | None = None, **model_kwargs: Any) -> int:
+    def answer(length: int, max_tokens: int | None = None, **options: Any) -> int:
         task = CompletionTask(knobs=sampling(max_tokens=max_tokens), prompt=[5] * length)
-        return processor(folder, **model_kwargs).prepare(task, "r").request.sampling["sampler"].max_tokens
+        return processor(folder, **options).prepare(task, "r").request.sampling["sampler"].max_tokens
 
     assert answer(50) == 150
     assert answer(50, default_max_tokens=20) == 20

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.inline import InlineExecutor
@@ -27,11 +27,19 @@ class FakeKnobs(Knobs):
     misbehave: str = ""
 
 
+class FakeOptions(Knobs):
+    """Those of the processor; the worker takes any."""
+
+    model_config = ConfigDict(extra="allow")
+
+    bad_tokenizer: str = ""
+
+
 class FakeProcessor(Processor):
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
-        if sentence := context.model_kwargs.get("bad_tokenizer"):
-            raise FileNotFoundError(sentence)
+        if context.options.bad_tokenizer:
+            raise FileNotFoundError(context.options.bad_tokenizer)
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         knobs = task.knobs
@@ -92,6 +100,7 @@ SPEC = ModelSpec(
     model="fakes:Never",
     processor="fakes:FakeProcessor",
     knobs=FakeKnobs,
+    options=FakeOptions,
 )
 
 

@@ -101,7 +101,7 @@ def test_a_model_without_options_takes_none(tmp_path: Path) -> None:
     with pytest.raises(
         DeploymentError, match=r"model_kwargs\.max_tokens: unknown parameter 'max_tokens'; there are none"
     ):
-        opened(with_defaults(), tmp_path, file="model_kwargs: {max_tokens: 8}")
+        opened(dataclasses.replace(with_defaults(), options=Knobs), tmp_path, file="model_kwargs: {max_tokens: 8}")
 
 
 def test_the_packages_defaults_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,3 +193,10 @@ def test_weights_come_from_the_specs_place_or_the_operators(tmp_path: Path) -> N
     assert opened(spec, tmp_path, {"weights": str(tmp_path / "mine")}).weights == str(tmp_path / "mine")
     with pytest.raises(WeightsError, match=r"no weights for 'fake'"):
         opened(spec, tmp_path, {"weights": str(tmp_path / "missing")})
+
+
+def test_weights_of_a_file_that_are_not_there_have_its_line(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        opened(with_defaults(), tmp_path, file="max_sessions: 1\nweights: nowhere\n")
+    place = tmp_path / "deployment.yaml"
+    assert str(caught.value) == f"{place}:2: weights: there is no folder '{tmp_path / 'nowhere'}'"

@@ -156,9 +156,20 @@ def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(GraphError) as caught:
         check_graph("toy", graph, RESOURCES)
     assert len(caught.value.faults) == 2
-    assert "'toy' has 2 fault(s)" in str(caught.value)
+    assert "'toy' has 2 faults" in str(caught.value)
 
 
 def test_params_need_no_declaration() -> None:
     graph = walk(Seq(PREFILL, Loop(DECODE, (TokenStop("token"), Times(Param("rounds", 3))))))
     assert list(faults(graph, RESOURCES)) == []
+
+
+def test_a_number_goes_into_a_port_of_one_number_a_row() -> None:
+    packed = Port("gain", "float32", ("T",))
+    call = dataclasses.replace(PREFILL, inputs={**PREFILL.inputs, "gain": Param("gain")})
+    for port in (packed, dataclasses.replace(packed, shape=(), layout="list")):
+        graph = dataclasses.replace(lm(inputs=(IDS, port)), walks={"go": call})
+        (fault,) = faults(graph, RESOURCES)
+        assert fault.endswith("declare it Port('gain', 'float32', (), 'stacked')")
+    right = Port("gain", "float32", (), "stacked")
+    assert list(faults(dataclasses.replace(lm(inputs=(IDS, right)), walks={"go": call}), RESOURCES)) == []

@@ -6,9 +6,11 @@ from enum import Enum
 from typing import Any, Literal
 
 import pytest
+from pydantic import Field
 
-from mstar.spec.errors import RequestError
-from mstar.spec.knobs import Knobs, validate_knobs
+from mstar.spec.errors import DeploymentError, RequestError
+from mstar.spec.fields import describe_fields
+from mstar.spec.knobs import Finite, Knobs, TextOptions, read_options, validate_knobs
 
 
 class Style(Enum):
@@ -42,3 +44,30 @@ def test_a_wrong_choice_is_answered_with_the_nearest(name: str, value: Any, sent
 def test_right_choices_are_taken() -> None:
     knobs = validate_knobs(Choices, {"language": "gsw", "rate": 24000, "style": "formal"})
     assert (knobs.language, knobs.rate, knobs.style) == ("gsw", 24000, Style.FORMAL)
+
+
+class Window(Knobs):
+    window: int = Field(8, ge=1, le=64)
+    share: Finite = 0.5
+
+
+def test_options_are_read_with_their_defaults_or_refused_all_at_once() -> None:
+    assert read_options(Window, {"window": 9}) == Window(window=9, share=0.5)
+    with pytest.raises(DeploymentError) as caught:
+        read_options(Window, {"window": 0, "share": "much"})
+    assert [key for key, _ in caught.value.faults] == ["model_kwargs.window", "model_kwargs.share"]
+    assert caught.value.faults[1][1] == "'share': must be a number, not a text, got 'much'"
+
+
+def test_text_options_of_a_model_that_has_none_are_the_defaults() -> None:
+    assert TextOptions.of(Knobs()) == TextOptions()
+    assert TextOptions.of(TextOptions(max_tokens=7)).max_tokens == 7
+
+
+def test_fields_in_words() -> None:
+    rows = {row.name: (row.value, row.default) for row in describe_fields(Choices)}
+    assert rows == {
+        "`language`": ("`de`, `fr`, `gsw`", "`de`"),
+        "`rate`": ("`16000`, `24000` or `null`", "none"),
+        "`style`": ("`plain`, `formal`", "`plain`"),
+    }

@@ -67,6 +67,10 @@ STATIC: dict[str, dict[str, str]] = {
     "wrong_ability": {"test_abilities": "declares the ability 'chat', but its processor refuses"},
     "undescribed": {"test_knobs_are_described": "knob 'steps' has no description"},
     "unbounded": {"test_knobs_have_bounds": "'steps': a number without bounds: give Field(ge=…, le=…)"},
+    "vague_option": {
+        "test_knobs_are_described": "option 'beams' has no description",
+        "test_knobs_have_bounds": "options without bounds",
+    },
     "unenforced": {
         "test_knob_bounds_are_enforced": "knob 'steps' accepts 0, which is outside of its declared minimum 1"
     },
@@ -88,11 +92,11 @@ STATIC: dict[str, dict[str, str]] = {
     "bad_resources": {"test_it_loads": "resources.kvv: unknown resource; did you mean 'kv'?"},
     "silent": {"test_graph": "stream 'text'", "test_it_loads": "stream 'text'"},
     "wrong_dtype": {
-        "test_nodes_return_what_their_ports_say": "node 'lm' entry 'forward': port 'mean' is declared float32, the "
-        "node returned float64"
+        "test_nodes_return_what_their_ports_say": "node 'lm' (_Double) entry 'forward': port 'mean' is declared "
+        "float32, the node returned float64"
     },
     "wrong_shape": {
-        "test_nodes_return_what_their_ports_say": "port 'mean' is declared (rows, ), the node returned shape"
+        "test_nodes_return_what_their_ports_say": "port 'mean' is declared stacked (rows), the node returned shape"
     },
     "no_tiny": {"test_checkpoint": "set ModelSpec.tiny to the 'module:function'"},
     "unused_tensor": {"test_it_loads": "shift [64] in model.safetensors"},
@@ -123,6 +127,12 @@ def test_a_wrong_declaration_is_found(static: Report, key: str) -> None:
 
 REFUSALS: dict[str, dict[str, str]] = {
     "unread_knob": {"test_every_knob_counts": "nothing reads 'steps': a client sets it and nothing changes"},
+    "unread_option": {"test_every_option_counts": "nothing reads the options 'beams': an operator sets them"},
+    "ignored_knob": {
+        "test_knobs_change_something": "knob 'shift' changes nothing: 1, 2 give the same answers to 3 sample requests "
+        "(walk 'generate': call of 'lm': port 'shift' has it)"
+    },
+    "exempt_knob": {},
     "default_too_large": {
         "test_defaults_are_admitted": "a request with every knob at its default {'max_tokens': 300} is refused by the "
         "model's own deployment: the request needs"
@@ -152,7 +162,9 @@ REFUSALS: dict[str, dict[str, str]] = {
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> Report:
     models = [word for key in REFUSALS for word in ("--mstar-model", key)]
-    return conformance(tmp_path_factory.mktemp("refusals"), DEFECTS, "-k", "admitted or counts or served", *models)
+    return conformance(
+        tmp_path_factory.mktemp("refusals"), DEFECTS, "-k", "admitted or counts or served or something", *models
+    )
 
 
 @pytest.mark.parametrize("key", REFUSALS)
@@ -220,6 +232,28 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
         {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
     ),
     "wrong_outputs": ({"test_http_round_trip": "the answer has text, which ModelSpec.outputs does not declare"}, set()),
+    "misspelt_param": (
+        {
+            "test_requests_end_well": "the request lacks parameter 'shfit' (walk 'generate': call of 'lm': port "
+            "'shift'); did you mean 'shift'?"
+        },
+        {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_defaults_are_admitted", "test_http_round_trip"},
+    ),
+    "undeclared_resource": (
+        {
+            "test_requests_end_well": "entry 'forward' uses resource 'state', which it does not declare (it declares "
+            "'kv', 'positions', 'sampler'): list it in Entry('forward', resources=(…, 'state'))",
+            "test_batch_invariance": "The cause is that of test_",
+        },
+        {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip"},
+    ),
+    "extra_row": (
+        {
+            "test_requests_end_well": "_ExtraRowNode.forward returned shape (2, 2) for port 'token', which is declared "
+            "stacked (rows): expected 1 rows"
+        },
+        {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
+    ),
     "breaks_off": (
         {
             "test_http_round_trip": "POST /generate was answered 500",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, fault, note, print_json, table
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import SetupError, counted
 
 if TYPE_CHECKING:
     from mstar.runtime.checking import Checked
@@ -80,7 +80,9 @@ def _print(checked: Checked) -> None:
         note(f"\n{remark}")
     if checked.faults:
         more = "" if checked.complete else "\nFurther checks follow once these are mended."
-        fault(f"\n{len(checked.faults)} fault(s):\n" + "\n".join(f"  {found}" for found in checked.faults) + more)
+        fault(
+            f"\n{counted(len(checked.faults), 'fault')}:\n" + "\n".join(f"  {found}" for found in checked.faults) + more
+        )
     else:
         total = sum(node.bytes for node in checked.nodes) + sum(pool.bytes for pool in checked.pools)
         print(f"\nok: weights and pools take {bytes_in_words(total)}")
@@ -90,7 +92,7 @@ def _print_limits(checked: Checked) -> None:
     if checked.deployment is None:
         return
     most = checked.deployment.max_concurrent_requests
-    print(f"\nup to {most} request(s) at once")
+    print(f"\nup to {counted(most, 'request')} at once")
     for pool in checked.pools:
         if pool.full_requests is not None and pool.full_requests < most:
             print(f"  {pool.name} holds {pool.full_requests} of the greatest length; with longer ones, others wait")

@@ -10,7 +10,7 @@ from typing import Any
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json, with_key
 from mstar.cli.output import Tree, fault, note, print_json
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import SetupError, counted
 
 __all__ = ["register"]
 
@@ -47,7 +47,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     elif arguments.svg is None:
         _print(facts)
     if checked.faults:
-        fault(f"{len(checked.faults)} fault(s): `{_check_command(arguments)}` lists them")
+        fault(f"{counted(len(checked.faults), 'fault')}: `{_check_command(arguments)}` lists what is wrong")
     return 1 if checked.faults else 0
 
 

@@ -1,4 +1,4 @@
-"""``mstar models``: what can be served."""
+"""``mstar models``: what can be served, and what can be set of one model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, note, print_json, table
 from mstar.registry import RegisteredModel
+from mstar.spec.fields import describe_fields
+from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 
 __all__ = ["needs_weights", "register", "weights_folder"]
@@ -17,14 +19,20 @@ __all__ = ["needs_weights", "register", "weights_folder"]
 
 def register(commands: Commands) -> None:
     """Add the command."""
-    commands.add("models", _run, help="List the models that the installed plugins serve.", arguments=_arguments)
+    text = "List the models that the installed plugins serve; with a key, a model's knobs and options."
+    commands.add("models", _run, help=text, arguments=_arguments)
 
 
 def _arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "key", nargs="?", metavar="KEY", help="list what requests and deployments may set of this model"
+    )
     with_json(parser)
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
+    if arguments.key is not None:
+        return _show(context.registry.model(arguments.key), arguments.json, context)
     facts = [_facts(context.registry.models[key], context) for key in sorted(context.registry.models)]
     for broken in context.plugins.broken:
         note(str(broken))
@@ -75,6 +83,26 @@ def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
         "inputs": list(spec.inputs),
         "outputs": list(spec.outputs),
     }
+
+
+def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
+    """Everything about one model: its facts, and the tables of what can be set."""
+    facts = _facts(context.registry.models[spec.key], context)
+    found = {"knobs": _fields(spec.knobs), "options": _fields(spec.options)}
+    if as_json:
+        print_json({**facts, **found})
+        return 0
+    print(f"{spec.key}: {spec.summary}")
+    for title, rows in (("KNOB", found["knobs"]), ("OPTION", found["options"])):
+        what = "parameters of a request" if title == "KNOB" else "model_kwargs of a deployment file"
+        print(f"\n{what}:" if rows else f"\n{what}: none")
+        if rows:
+            print(table((title, "VALUE", "DEFAULT", "MEANING"), [tuple(row.values()) for row in rows]))
+    return 0
+
+
+def _fields(model: type[Knobs]) -> list[dict[str, str]]:
+    return [{k: v.replace("`", "") for k, v in row._asdict().items()} for row in describe_fields(model)]
 
 
 def _row(fact: dict[str, Any]) -> tuple[str, ...]:

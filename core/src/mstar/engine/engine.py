@@ -1,8 +1,8 @@
 """One step: plan → forward → commit, then, when the device is done, land; and what happens when it fails.
 
-``collect`` is the scheduler's; this is the rest of design §6. A step either commits for all of its rows or is rolled
-back for all of them. A step of several rows whose launch fails is run again in halves until the rows that fail are
-alone (promise P7): resources are pure until commit, so the others get exactly the result that they would have had.
+Which calls a step has is the scheduler's choice; this is the rest. A step either commits for all of its rows or is
+rolled back for all of them. A step of several rows whose launch fails is run again in halves until the rows that fail
+are alone (promise P7): resources are pure until commit, so the others get exactly the result that they would have had.
 
 *Launch and land.* :meth:`Engine.launch` returns when the device has been told what to do: the step is committed, its
 outputs are tensors that later steps may use, and the host knows none of their values. :meth:`Engine.land` waits for
@@ -22,7 +22,7 @@ import torch
 
 from mstar.engine.base import Runner
 from mstar.engine.device import raise_if_lost
-from mstar.engine.step import Outcome, RowResult, Work, blank_inputs, gather, make_step, split
+from mstar.engine.step import NodeFault, Outcome, RowResult, Work, blank_inputs, gather, make_step, split
 from mstar.engine.trace import Trace
 from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
@@ -115,7 +115,10 @@ class Engine:
                 captured = outputs is not None
                 if outputs is None:
                     outputs = self._forward(node, entry, op, work, used, rows, None)
-                outcome = split(entry, work, outputs)
+                try:
+                    outcome = split(entry, work, outputs)
+                except NodeFault as fault:
+                    raise NodeFault(f"{type(self.nodes[node]).__name__}.{entry.name} {fault}") from None
                 for resource, mine in zip(used, rows, strict=True):
                     resource.commit(mine, resource.name in entry.frozen)
         except Exception:
@@ -145,7 +148,7 @@ class Engine:
         views = {}
         for resource, mine in zip(used, rows, strict=True):
             views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
-        step = make_step(work, views, stage, self.device, self.dtype)
+        step = make_step(entry.name, work, views, stage, self.device, self.dtype)
         stage.send()
         if op is None:
             assert lane is not None

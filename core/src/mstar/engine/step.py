@@ -17,7 +17,7 @@ from mstar.nn.node import Packed, Sampled, Step
 from mstar.resources.staging import Lane, Late, Stage, to_device
 from mstar.spec.graph import Entry, Port
 
-__all__ = ["NodeFault", "Outcome", "RowResult", "Work", "gather", "make_step", "split"]
+__all__ = ["NodeFault", "Outcome", "RowResult", "Work", "declared_shape", "gather", "make_step", "split"]
 
 
 class NodeFault(RuntimeError):
@@ -72,7 +72,12 @@ class _UnknownOnHost(Sequence[Any]):
 
 
 def make_step(
-    work: Sequence[Work], views: Mapping[str, Any], stage: Stage, device: torch.device, dtype: torch.dtype
+    entry: str,
+    work: Sequence[Work],
+    views: Mapping[str, Any],
+    stage: Stage,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Step:
     lane = stage.lane
     padded = stage.lengths(np.array([w.tokens for w in work], dtype=np.int64))
@@ -85,7 +90,7 @@ def make_step(
     complete: Sequence[bool] = [w.complete for w in work] + [True] * (len(lengths) - len(work))
     if lane is not None and not single:
         lengths = complete = _UnknownOnHost(len(lengths))
-    return Step(lengths, offsets, last, complete, views, device, dtype, lane)
+    return Step(lengths, offsets, last, complete, views, device, dtype, lane, entry)
 
 
 def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> Out
     hosted = set().union(*(w.call.op.host for w in work))
     for port in entry.outputs:
         if port.name not in outputs:
-            raise NodeFault(f"the node returned no {port.name!r}; it returned {sorted(outputs)}")
+            raise NodeFault(f"returned no {port.name!r}; it returned {sorted(outputs)}")
         value = outputs[port.name]
         sampled = isinstance(value, Sampled)
         if sampled:
@@ -154,7 +159,7 @@ def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> Out
 def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowResult], hosted: bool) -> Late | None:
     name = port.name
     if port.layout == "list":
-        _expect(len(value), len(work), port)
+        _expect(len(value), len(work), port, f"a list of {len(value)}")
         for result, tensor in zip(results, value, strict=True):
             if result.outputs is not None:
                 result.outputs[name] = Ref(
@@ -164,7 +169,7 @@ def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowR
     data, lengths = (value.data, value.lengths) if isinstance(value, Packed) else (value, [w.tokens for w in work])
     late = Late(data) if hosted else None
     if port.layout == "stacked":
-        _expect(data.shape[0], len(work), port)
+        _expect(_first(data), len(work), port, f"shape {tuple(data.shape)}")
         for i, result in enumerate(results):
             if result.outputs is not None:
                 result.outputs[name] = Ref(data, i, i + 1, row=True, late=late)
@@ -181,7 +186,7 @@ def _split_packed(
     results: list[RowResult],
     late: Late | None,
 ) -> None:
-    _expect(data.shape[0], sum(lengths), port)
+    _expect(_first(data), sum(lengths), port, f"shape {tuple(data.shape)}")
     start = 0
     for w, length, result in zip(work, lengths, results, strict=True):
         ref = Ref(data, start, start + length, late=late)
@@ -197,6 +202,25 @@ def _split_packed(
             result.outputs[port.name] = ref
 
 
-def _expect(got: int, wanted: int, port: Port) -> None:
-    if got != wanted:
-        raise NodeFault(f"the node returned {got} rows or items for port {port.name!r}, expected {wanted}")
+def _first(data: Tensor) -> int:
+    return data.shape[0] if data.ndim else -1
+
+
+def _expect(got: int, wanted: int, port: Port, returned: str) -> None:
+    if got == wanted:
+        return
+    what = {"list": "tensors, one a row", "stacked": "rows", "packed": "items, those of all rows"}[port.layout]
+    raise NodeFault(
+        f"returned {returned} for port {port.name!r}, which is declared {declared_shape(port)}: "
+        f"expected {wanted} {what}"
+    )
+
+
+def declared_shape(port: Port) -> str:
+    """What a node returns under *port* for a whole step, in words."""
+    shape = ", ".join(map(str, port.shape)) + ("," if len(port.shape) == 1 and port.layout != "stacked" else "")
+    return {
+        "stacked": f"stacked ({', '.join(['rows', *map(str, port.shape)])})",
+        "packed": f"packed ({shape}), all rows in one",
+        "list": f"a list of ({shape})",
+    }[port.layout]

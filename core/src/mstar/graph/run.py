@@ -22,6 +22,7 @@ from mstar.graph.program import CallOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp
 from mstar.graph.streams import Chunk, InnerStream, OutStream
 from mstar.graph.values import Ref, as_tensor, torch_dtype
 from mstar.nn.model import Outcome, Run
+from mstar.spec.check import params_of
 from mstar.spec.errors import GraphError, RequestError, nearest
 from mstar.spec.graph import CLIENT, AtEnd, Const, EndOf, Index, Left, Param, Pull, Stop, Times, TokenStop
 from mstar.spec.request import Emit, EngineRequest, Push, SamplingParams, TokenLogprob
@@ -433,9 +434,14 @@ class RequestRun:
         return "length" if count >= params.max_tokens else None
 
     def _param(self, source: Param) -> Any:
-        value = self.request.params.get(source.name, source.default)
+        params = self.request.params
+        value = params.get(source.name, source.default)
         if value is None:
-            raise RequestError(f"the request lacks parameter {source.name!r}", param=source.name, code="missing_input")
+            where = next(where for where, read in params_of(self.plan.graph) if read == source)
+            message = f"the request lacks parameter {source.name!r} ({where})"
+            if source.name not in params:
+                message += nearest(source.name, params) or "; it has none"
+            raise RequestError(message, param=source.name, code="missing_input")
         return value
 
     # --- readiness ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from mstar.nn.node import Node
 from mstar.spec.graph import Graph
+from mstar.spec.knobs import Knobs
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import ResourceSpec
 
@@ -23,13 +24,19 @@ class BuildContext:
     """What a model is built from.
 
     :param weights: local folder in the published layout; ``None`` for a model without weights.
-    :param model_kwargs: the deployment file's ``model_kwargs``: those options of ``ModelSpec.options`` that it sets.
+    :param options: an instance of the spec's ``options`` class: what the deployment file says under ``model_kwargs``,
+        checked, with its defaults filled in. A model reads them as attributes::
+
+            class MyModel(Model):
+                def __init__(self, context: BuildContext):
+                    super().__init__(context)
+                    self.window = context.options.window
     """
 
     weights: Path | None
     dtype: torch.dtype
     device: torch.device
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Any = field(default_factory=Knobs)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ class Step:
     :param last: int64 ``[rows]``: index of each row's last item along a packed input.
     :param complete: per row, whether the row's call ends with this step; other rows are chunks whose non-packed outputs
         are discarded (compute them anyway: shapes stay regular).
-    :param views: resource name → that resource's view of this step.
+    :param views: resource name → that resource's view of this step. ``step["kv"]`` is the way to one.
     :param lane: what the engine planned the step on, if a captured graph may run it
         (:mod:`mstar.resources.staging`). Its rows are then padded: a node must not tell rows apart on the host. If rows
         have several tokens, reading *lengths* or *complete* there is an error, and the step runs without a graph.
+    :param entry: which entry of the node it is.
     """
 
     lengths: Sequence[int]
@@ -35,13 +36,21 @@ class Step:
     device: torch.device
     dtype: torch.dtype
     lane: Any = None
+    entry: str = "forward"
 
     @property
     def rows(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, resource: str) -> Any:
-        return self.views[resource]
+        try:
+            return self.views[resource]
+        except KeyError:
+            declared = ", ".join(map(repr, self.views)) or "none"
+            raise LookupError(
+                f"entry {self.entry!r} uses resource {resource!r}, which it does not declare (it declares {declared}): "
+                f"list it in Entry({self.entry!r}, resources=(…, {resource!r}))"
+            ) from None
 
 
 @dataclass(slots=True)

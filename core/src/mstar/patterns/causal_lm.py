@@ -20,6 +20,7 @@ from mstar.nn.model import BuildContext, Demand, Model
 from mstar.nn.node import Node, Sampled, Step
 from mstar.spec.errors import SetupError
 from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partition, Port, Seq, Stream, TokenStop
+from mstar.spec.knobs import TextOptions
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import PagedKV, Positions, ResourceSpec, Sampler
 from mstar.weights.names import WeightMap
@@ -63,7 +64,8 @@ class CausalLM(Model):
     :cvar ignore: published tensors that the node does not need, as regular expressions over whole names.
     :cvar rename: module prefix → published prefix, for decoders published inside a larger model.
 
-    The deployment's ``model_kwargs``: ``max_tokens``, the longest context served (default: the model's own).
+    Its options are :class:`~mstar.spec.knobs.TextOptions`: ``max_tokens`` is the longest context served (default: the
+    model's own).
     """
 
     ignore: ClassVar[tuple[str, ...]] = (r".*rotary_emb\.inv_freq",)
@@ -126,7 +128,7 @@ class CausalLM(Model):
 
 
 def _context_length(context: BuildContext, config: DecoderConfig) -> int:
-    wanted = context.model_kwargs.get("max_tokens", config.max_positions)
-    if not isinstance(wanted, int) or not 1 <= wanted <= config.max_positions:
-        raise SetupError(f"model_kwargs.max_tokens is {wanted!r}; the model takes 1 to {config.max_positions}")
+    wanted = TextOptions.of(context.options).max_tokens or config.max_positions
+    if wanted > config.max_positions:
+        raise SetupError(f"model_kwargs.max_tokens is {wanted!r}; the model takes 2 to {config.max_positions}")
     return wanted

@@ -35,18 +35,17 @@ class Limits:
     default_max_tokens: int = DEFAULT_MAX_TOKENS
 
     @classmethod
-    def read(cls, folder: Path, vocab: int, model_kwargs: Mapping[str, Any]) -> Limits:
-        """From ``config.json`` (or its ``text_config``); ``model_kwargs`` may set ``max_tokens`` (the context) and
-        ``default_max_tokens``. *vocab*: used when the file does not say."""
+    def read(cls, folder: Path, vocab: int, options: TextOptions) -> Limits:
+        """From ``config.json`` (or its ``text_config``) and the deployment's *options*. *vocab*: used when the file
+        does not say."""
         config = read_json(folder, "config.json")
         text = {**config, **config.get("text_config", {})}
-        context = model_kwargs.get("max_tokens") or text.get("max_position_embeddings")
+        context = options.max_tokens or text.get("max_position_embeddings")
         if not isinstance(context, int):
             raise SetupError(f"{folder / 'config.json'} has no max_position_embeddings: set model_kwargs.max_tokens")
         if context < 2:
             raise SetupError(f"a context of {context} tokens has no room for a prompt and an answer: set at least 2")
-        default = int(model_kwargs.get("default_max_tokens", DEFAULT_MAX_TOKENS))
-        return cls(context, int(text.get("vocab_size", vocab)), default)
+        return cls(context, int(text.get("vocab_size", vocab)), options.default_max_tokens)
 
     def answer(self, prompt: int, asked: int | None, param: str) -> int:
         """Tokens that the answer to a prompt of *prompt* tokens may have. *param*: the prompt's field."""
@@ -72,7 +71,8 @@ class TextProcessor(Processor):
     streams are to be rendered.
 
     *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
-    They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes.
+    They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes. What the
+    operator sets for all requests is in ``context.options`` (:class:`~mstar.spec.knobs.TextOptions` or a subclass).
     """
 
     def __init__(self, context: ProcessorContext):
@@ -80,7 +80,7 @@ class TextProcessor(Processor):
         if context.weights is None:
             raise SetupError(f"{context.spec.key}: this model needs weights; name a folder or a Hub id with --weights")
         self.tokenizer = TextTokenizer(context.weights)
-        self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, context.model_kwargs)
+        self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         ids, param = self.prompt_ids(task)
@@ -130,6 +130,10 @@ class TextProcessor(Processor):
     def _chat(self, task: ChatTask) -> list[int]:
         if not task.messages:
             raise RequestError("messages is empty", param="messages")
+        if self.tokenizer.chat_template is None:
+            other = next((a for a in ("completion", "generate") if a in self.context.spec.abilities), None)
+            hint = {"completion": ": use /v1/completions", "generate": ": use /generate"}.get(other or "", "")
+            raise RequestError(f"this model has no chat template{hint}", param="messages", code="unsupported_task")
         if task.tool_choice not in (None, "auto", "none"):
             raise RequestError("tool_choice: this model supports 'auto' and 'none' only", param="tool_choice")
         messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]

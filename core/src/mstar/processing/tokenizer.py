@@ -110,7 +110,7 @@ class TextTokenizer:
     ) -> list[int]:
         """Ids of a conversation. The template writes all special tokens itself. See :meth:`ChatTemplate.render`."""
         if self.chat_template is None:
-            raise RequestError("this model has no chat template: use a completion", param="messages")
+            raise RequestError("this model has no chat template", param="messages")
         return self.encode(self.chat_template.render(messages, tools, **variables), special=False)
 
 

@@ -28,20 +28,22 @@ from mstar.resources.staging import Stage
 from mstar.runtime.opening import (
     file_deployment,
     key_lines,
-    model_kwargs_faults,
     packaged_deployment,
     packaged_name,
     read_deployment,
+    value_faults,
 )
 from mstar.spec.check import faults as graph_faults
+from mstar.spec.check import params_of
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, innermost
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, innermost, nearest
 from mstar.spec.graph import Graph
+from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
-from mstar.weights.sources import SourceContext, check_checkpoint, parse_override, present_weights
+from mstar.weights.sources import SourceContext, check_checkpoint, check_override, parse_override, present_weights
 from mstar.worker import build
 from mstar.worker.memory import free_memory
 
@@ -163,17 +165,21 @@ def check_model(
     _check_names(checked, registry)
     deployment = checked.deployment = _deployment(checked, config)
     place = _place(spec, config)
-    checked.faults += [Fault(place, key, fault) for key, fault in model_kwargs_faults(spec, deployment)]
+    if weights is not None:
+        check_override(weights)
+        deployment = checked.deployment = deployment.model_copy(update={"weights": weights})
+    unusable = value_faults(spec, deployment, weights=weights is None)
+    checked.faults += [Fault(place, key, fault) for key, fault in unusable]
     _check_kinds(checked, deployment, registry, config)
-    checked.weights = _folder(spec, weights or deployment.weights, registry, settings)
-    _check_processor(checked, deployment)
-    place = _place(spec, config)
+    if not unusable:  # else neither can be made of them, and would say the same again
+        checked.weights = _folder(spec, deployment.weights, registry, settings)
+        _check_processor(checked, deployment)
     with checked.stage(place, "device"):
         checked.device = _device(deployment.device)
     if checked.device is not None:
         with checked.stage(place, "dtype"):
             checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
-    if checked.dtype is not None:
+    if checked.dtype is not None and not unusable:
         _check_model(checked, deployment, registry, config)
     if config is not None:
         lines = key_lines(config)
@@ -262,10 +268,7 @@ def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: 
     if weights is not None:
         ref = parse_override(weights)
         if ref.source == "path":
-            folder = Path(ref.id).expanduser()
-            if not folder.is_dir():
-                raise WeightsError(f"there is no folder {weights!r}")
-            return folder
+            return Path(ref.id).expanduser()
     return present_weights(spec, weights, registry.weight_source, SourceContext.of(settings))
 
 
@@ -292,8 +295,9 @@ def _make_processor(checked: Checked, deployment: Deployment, folder: Path | Non
     spec = checked.spec
     with checked.stage(spec.processor):
         make = load_object(spec.processor)
+        options = read_options(spec.options, deployment.model_kwargs)
         try:
-            make(ProcessorContext(spec, folder, deployment.model_kwargs))
+            make(ProcessorContext(spec, folder, options))
         except (MstarError, OSError) as error:
             if folder is None or _is_complete(folder):
                 raise
@@ -330,6 +334,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         checked.model, checked.graph, checked.declared = model, graph, declared
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
+        checked.remarks += _strange_params(spec, graph)
         place = _place(spec, config)
         faults += build.placement_faults(deployment, [node.name for node in graph.nodes])
         checked.faults += [Fault(place, key, message) for key, message in faults]
@@ -337,6 +342,17 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         if not found:
             _check_pools(checked, compile_graph(graph), deployment, registry, place)
             checked.complete = True
+
+
+def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
+    """Parameters that are none of the knobs: a processor may send them, which nothing here can tell."""
+    for where, param in params_of(graph):
+        if param.name not in spec.knobs.model_fields:
+            yield (
+                f"{where}: {param.name!r} is no knob of {spec.key!r}{nearest(param.name, spec.knobs.model_fields)}; "
+                f"unless {spec.processor} puts it into request.params, "
+                + ("every request fails" if param.default is None else f"it is always {param.default!r}")
+            )
 
 
 def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtype) -> None:

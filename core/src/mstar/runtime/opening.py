@@ -14,11 +14,17 @@ from mstar.cluster.base import WorkerConfig
 from mstar.licences import check_licence
 from mstar.requirements import require_plugins
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, FaultFound, SetupError
-from mstar.spec.knobs import option_faults
+from mstar.spec.errors import DeploymentError, FaultFound, SetupError, WeightsError
+from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.weights.progress import progress_bar
-from mstar.weights.sources import SourceContext, present_weights, resolve_weights
+from mstar.weights.sources import (
+    HUB_ID,
+    SourceContext,
+    check_override,
+    present_weights,
+    resolve_weights,
+)
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
@@ -29,11 +35,11 @@ __all__ = [
     "file_deployment",
     "find_model",
     "key_lines",
-    "model_kwargs_faults",
     "packaged_deployment",
     "packaged_name",
     "prepare_config",
     "read_deployment",
+    "value_faults",
 ]
 
 Say = Callable[[str], None]
@@ -59,7 +65,7 @@ def prepare_config(
     layers = (packaged_deployment(spec), file_deployment(spec, config), dict(overrides))
     places = _places(spec, config, layers)
     deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields, places=places)
-    if faults := model_kwargs_faults(spec, deployment):
+    if faults := value_faults(spec, deployment, weights=overrides.get("weights") is None):
         raise DeploymentError(faults, places)
     if deployment.required_plugins:
         require_plugins(deployment.required_plugins, registry.plugins)
@@ -79,9 +85,23 @@ def prepare_config(
     )
 
 
-def model_kwargs_faults(spec: ModelSpec, deployment: Deployment) -> list[tuple[str, str]]:
-    """What *spec*'s model would not understand of its deployment's options: (key's path, what is wrong with it)."""
-    return [(f"model_kwargs.{name}", fault) for name, fault in option_faults(spec.options, deployment.model_kwargs)]
+def value_faults(spec: ModelSpec, deployment: Deployment, *, weights: bool) -> list[tuple[str, str]]:
+    """What no key's type can say of *deployment*: options that *spec*'s model would not understand, weights that are
+    not there. (Key's path, what is wrong with it.)
+
+    :param weights: a file says which, not an option: then they are looked at, too.
+    """
+    faults: list[tuple[str, str]] = []
+    try:
+        read_options(spec.options, deployment.model_kwargs)
+    except DeploymentError as error:
+        faults += error.faults
+    if weights and deployment.weights is not None:
+        try:
+            check_override(deployment.weights)
+        except WeightsError as error:
+            faults.append(("weights", str(error)))
+    return faults
 
 
 def _places(spec: ModelSpec, config: str | Path | None, layers: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -179,12 +199,18 @@ def _lines(node: yaml.Node | None, above: str = "") -> Iterator[tuple[str, int]]
 
 
 def file_deployment(spec: ModelSpec, config: str | Path | None) -> dict[str, Any]:
-    """The layer in file *config*, which must be for *spec*; nothing without a file."""
+    """The layer in file *config*, which must be for *spec*; nothing without a file. A folder of weights in it is
+    relative to the file's."""
     if config is None:
         return {}
     layer = _layer(config)
     if layer.get("model", spec.key) != spec.key:
         raise SetupError(f"{config} is the deployment of {layer['model']!r}, not of {spec.key!r}")
+    weights = layer.get("weights")
+    if isinstance(weights, str) and weights:
+        beside = (Path(config).parent / Path(weights).expanduser()).absolute()
+        if beside.exists() or HUB_ID.fullmatch(weights) is None:
+            layer["weights"] = str(beside)
     return layer
 
 

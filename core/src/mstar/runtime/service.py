@@ -17,6 +17,7 @@ from mstar.runtime.answer import Acks, Answer
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
+from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
@@ -124,8 +125,9 @@ class Service:
     def _load_processor(self) -> None:
         config = self.config
         weights = Path(config.weights) if config.weights is not None else None
-        context = ProcessorContext(self.spec, weights, config.deployment.model_kwargs)
         try:
+            options = read_options(self.spec.options, config.deployment.model_kwargs)
+            context = ProcessorContext(self.spec, weights, options)
             self._processor = load_object(self.spec.processor)(context)
         except SetupError:
             raise

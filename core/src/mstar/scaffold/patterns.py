@@ -122,7 +122,8 @@ PATTERNS: dict[str, Pattern] = {
         body=_GENERATE,
         todo=(
             _SPEC,
-            "`model.py`: your graph. `mstar.testing.miniatures` has a small model of every shape.",
+            "`model.py`: your graph. M*'s page on nodes (docs/nodes.md) tells what a node finds in a step; "
+            "`mstar.testing.miniatures` has a small model of every shape.",
             "`nodes.py` and `processor.py`: what its nodes compute, what goes in and what comes out.",
             _TEST,
         ),

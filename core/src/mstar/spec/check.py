@@ -9,6 +9,7 @@ from mstar.spec.graph import (
     CLIENT,
     AtEnd,
     Call,
+    Const,
     EndOf,
     Entry,
     Fixed,
@@ -17,18 +18,20 @@ from mstar.spec.graph import (
     Left,
     Loop,
     Par,
+    Param,
     Port,
     Pull,
     Ramp,
     Seq,
     Stream,
+    Times,
     TokenStop,
     Walk,
     WhenTrue,
 )
 from mstar.spec.resources import ResourceSpec
 
-__all__ = ["calls_of", "check_graph", "faults"]
+__all__ = ["calls_of", "check_graph", "faults", "params_of"]
 
 _FLOATS = frozenset({"model", "float64", "float32", "float16", "bfloat16"})
 _DTYPES = _FLOATS | {"int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"}
@@ -73,6 +76,28 @@ def calls_of(walk: Walk) -> Iterator[Call]:
     else:
         for part in walk.parts:
             yield from calls_of(part)
+
+
+def params_of(graph: Graph) -> Iterator[tuple[str, Param]]:
+    """Every parameter that *graph* reads of its requests, after the place that reads it, in words."""
+    for name, walk in graph.walks.items():
+        for call in calls_of(walk):
+            for port, source in call.inputs.items():
+                if isinstance(source, Param):
+                    yield f"walk {name!r}: call of {call.node!r}: port {port!r}", source
+        for loop in _loops_of(walk):
+            for stop in loop.stops:
+                if isinstance(stop, Times) and isinstance(stop.count, Param):
+                    yield f"walk {name!r}: a loop's Times", stop.count
+
+
+def _loops_of(walk: Walk) -> Iterator[Loop]:
+    if isinstance(walk, Loop):
+        yield walk
+        yield from _loops_of(walk.body)
+    elif isinstance(walk, Seq | Par):
+        for part in walk.parts:
+            yield from _loops_of(part)
 
 
 def _unique(what: str, names: Iterable[str]) -> Iterator[str]:
@@ -305,7 +330,12 @@ class _Flow:
                     continue
                 for producer in self.producers[source]:
                     yield from _type_faults(f"{where}: {source!r} into {name!r}", producer, port)
-            elif isinstance(source, Index) and source.depth >= len(loops):
+            elif isinstance(source, Param | Index | Const | Left | AtEnd) and (port.shape or port.layout != "stacked"):
+                yield (
+                    f"{where}: {type(source).__name__} is one number a row, input port {name!r} is declared "
+                    f"{port.layout} {port.shape}: declare it Port({name!r}, {port.dtype!r}, (), 'stacked')"
+                )
+            if isinstance(source, Index) and source.depth >= len(loops):
                 yield f"{where}: Index({source.depth}) for port {name!r} but only {len(loops)} loop(s) around it"
             elif isinstance(source, Pull) and source.at_end == "stop" and (not loops or in_par):
                 yield f"{where}: Pull({source.stream!r}) that stops a loop must stand in one, outside of any Par in it"

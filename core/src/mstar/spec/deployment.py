@@ -69,12 +69,16 @@ class Deployment(_Section):
     required_plugins: tuple[str, ...] = Field(
         (), description="Plugins that must be there, as pip has them: `mstar-tts>=0.2`. The start names all that miss."
     )
-    weights: str | None = Field(None, description="Folder in the published layout, or HUB_ID[@REVISION].")
+    weights: str | None = Field(
+        None, description="Folder in the published layout, relative to the file's own, or HUB_ID[@REVISION]."
+    )
     placement: dict[str, list[int]] = Field(default_factory=dict, description="Node → the ranks that it runs on.")
     resources: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Resource → fields of its declaration to change (a pool's size, say)."
     )
-    model_kwargs: dict[str, Any] = Field(default_factory=dict, description="What the model's class takes as options.")
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="The model's options; `mstar models KEY` lists them."
+    )
     max_concurrent_requests: int = Field(32, ge=1, description="Requests that run at once; others wait.")
     max_sessions: int = Field(8, ge=0, description="Sessions that are kept.")
     session_ttl_s: float = Field(600.0, gt=0, description="Seconds after which an unused session is dropped.")

@@ -22,6 +22,7 @@ __all__ = [
     "SetupError",
     "TooBusy",
     "WeightsError",
+    "counted",
     "innermost",
     "nearest",
 ]
@@ -48,7 +49,9 @@ class GraphError(FaultFound):
 
     def __init__(self, model: str, faults: Iterable[str]):
         self.faults = tuple(faults)
-        super().__init__(f"the graph of {model!r} has {len(self.faults)} fault(s):\n  " + "\n  ".join(self.faults))
+        super().__init__(
+            f"the graph of {model!r} has {counted(len(self.faults), 'fault')}:\n  " + "\n  ".join(self.faults)
+        )
 
 
 class DeploymentError(FaultFound):
@@ -112,6 +115,11 @@ class NotReady(RequestError):
     def __init__(self, message: str, *, retry_after: float = 5.0):
         super().__init__(message, code="not_ready", status=503, type="server_error")
         self.retry_after = retry_after
+
+
+def counted(count: int, noun: str) -> str:
+    """``"1 fault"``, ``"2 faults"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def innermost(known: Mapping[str, T], path: str) -> T | None:

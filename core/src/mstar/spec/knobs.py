@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from copy import copy
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -21,9 +21,9 @@ from pydantic import (
     field_validator,
 )
 
-from mstar.spec.errors import RequestError, nearest
+from mstar.spec.errors import DeploymentError, RequestError, nearest
 
-__all__ = ["Finite", "Knobs", "SamplingKnobs", "TextOptions", "option_faults", "validate_knobs"]
+__all__ = ["Finite", "Knobs", "SamplingKnobs", "TextOptions", "read_options", "validate_knobs"]
 
 
 def _finite(value: Any) -> Any:
@@ -42,7 +42,12 @@ class Knobs(BaseModel):
 
     A subclass may restate a knob with nothing but a new default (``temperature: float = 0.6``): bounds, strictness and
     description are then inherited.
+
+    :cvar may_change_nothing: knobs whose effect small sample requests may not show; the conformance suite then asks
+        only that somebody reads them.
     """
+
+    may_change_nothing: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -101,6 +106,11 @@ class TextOptions(Knobs):
     )
     default_max_tokens: int = Field(1024, ge=1, description="Longest answer to a request that names none.", strict=True)
 
+    @classmethod
+    def of(cls, options: Any) -> TextOptions:
+        """*options*, or the defaults for a model whose options are of another class."""
+        return options if isinstance(options, TextOptions) else cls()
+
 
 K = TypeVar("K", bound="Knobs")
 
@@ -125,15 +135,16 @@ def validate_knobs(cls: type[K], values: dict[str, Any], *, where: str = "") -> 
     return knobs
 
 
-def option_faults(cls: type[Knobs], values: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is wrong with a deployment's *values* for *cls*: every fault, as (option's path, sentence)."""
+def read_options(cls: type[K], values: dict[str, Any]) -> K:
+    """A model's options from a deployment's ``model_kwargs``. Raises :class:`DeploymentError` with every fault."""
     try:
-        cls.model_validate(values)
+        return cls.model_validate(values)
     except ValidationError as error:
         faults = error.errors(include_url=False)
         names = [".".join(str(part) for part in fault["loc"]) for fault in faults]
-        return [(name, _explain(cls, name, fault)) for name, fault in zip(names, faults, strict=True)]
-    return []
+        raise DeploymentError(
+            (f"model_kwargs.{name}", _explain(cls, name, fault)) for name, fault in zip(names, faults, strict=True)
+        ) from None
 
 
 def _code(fault: Any) -> str:
@@ -148,7 +159,8 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
         return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"
     context = fault.get("ctx", {})
     valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
-    message = f"{name!r}: {fault['msg'][:1].lower()}{fault['msg'][1:]}, got {str(fault['input'])[:80]!r}"
+    reason = fault["msg"].removeprefix("Value error, ")
+    message = f"{name!r}: {reason[:1].lower()}{reason[1:]}, got {str(fault['input'])[:80]!r}"
     if valid is not None:
         message += f"; the nearest valid value is {'just above ' if 'gt' in context else ''}{valid}"
         if "lt" in context:

@@ -51,8 +51,8 @@ class ModelSpec:
     :param processor: ``"module:Class"`` of the :class:`mstar.spec.processor.Processor`; imported by the API side.
     :param knobs: the model's request parameters.
     :param options: what the deployment's ``model_kwargs`` may hold, in the same form; default: nothing. Model and
-        processor get what the deployment says, checked. Models of :class:`~mstar.processing.chat.TextProcessor` have
-        :class:`~mstar.spec.knobs.TextOptions`.
+        processor find an instance of it in ``context.options``, checked, with defaults. Models of
+        :class:`~mstar.processing.chat.TextProcessor` have :class:`~mstar.spec.knobs.TextOptions`.
     :param inputs: modalities that a request may bring. :param outputs: those that it may ask for.
     :param abilities: OpenAI surfaces (and ``generate``) that the processor can prepare.
     :param deployment: defaults of the deployment file, as a mapping (or ``"package:file.yaml"``).

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mstar.spec.errors import RequestError
+from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
 from mstar.spec.tasks import Part, Task
@@ -28,11 +29,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProcessorContext:
-    """What a processor is built from. *weights* is the local folder in the published layout."""
+    """What a processor is built from.
+
+    :param weights: the local folder in the published layout.
+    :param options: as the model gets them (:class:`mstar.nn.model.BuildContext`): an instance of ``spec.options``.
+    """
 
     spec: ModelSpec
     weights: Path | None
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Any = field(default_factory=Knobs)
 
 
 @dataclass(frozen=True)

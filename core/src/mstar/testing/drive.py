@@ -15,6 +15,7 @@ from mstar.runtime.opening import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.graph import CLIENT
+from mstar.spec.knobs import read_options
 from mstar.spec.processor import Prepared, ProcessorContext
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed
 from mstar.testing.examples import Example, task_for
@@ -63,7 +64,7 @@ class Driver:
         deployment = merge_deployment(spec.key, packaged_deployment(spec), overrides)
         folder = None if weights is None else str(weights)
         self.worker = Worker(WorkerConfig(key=spec.key, weights=folder, deployment=deployment), self.registry)
-        context = ProcessorContext(spec, weights, deployment.model_kwargs)
+        context = ProcessorContext(spec, weights, read_options(spec.options, deployment.model_kwargs))
         self.processor = load_object(spec.processor)(context)
         self.client_streams = tuple(s.name for s in self.worker.plan.graph.streams_from(CLIENT))
         self.emitted: dict[str, list[Emit]] = {}

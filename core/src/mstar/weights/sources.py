@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from mstar.settings import Settings
 
 __all__ = [
+    "HUB_ID",
     "PathSource",
     "Progress",
     "SourceContext",
     "WeightSource",
     "check_checkpoint",
+    "check_override",
     "parse_override",
     "present_weights",
     "resolve_weights",
@@ -105,11 +107,7 @@ class PathSource(WeightSource):
     """``path``: a folder that is there already."""
 
     def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
-        folder = Path(ref.id).expanduser()
-        if not folder.exists():
-            raise WeightsError(f"there is no folder {ref.id!r}")
-        if not folder.is_dir():
-            raise WeightsError(f"{ref.id!r} is a file; name the folder that holds the checkpoint")
+        folder = _find_folder(ref.id)
         check_checkpoint(folder)
         return folder.resolve()
 
@@ -118,6 +116,16 @@ class PathSource(WeightSource):
             return self.resolve(ref, context)
         except WeightsError:
             return None
+
+
+def _find_folder(name: str) -> Path:
+    """The folder *name*. Raises :class:`WeightsError` if there is none."""
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        raise WeightsError(f"there is no folder {name!r}")
+    if not folder.is_dir():
+        raise WeightsError(f"{name!r} is a file; name the folder that holds the checkpoint")
+    return folder
 
 
 _WEIGHT_FILES = ("*.safetensors", "*.pt", "*.pth", "*.nemo", "*.bin", "*.ckpt")
@@ -139,20 +147,28 @@ def check_checkpoint(folder: Path) -> None:
     )
 
 
-_HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def parse_override(text: str) -> WeightsRef:
-    """What ``--weights`` means: a folder, or ``HUB_ID[@REVISION]``.
+    """What ``--weights`` and a deployment's ``weights`` mean: a folder, or ``HUB_ID[@REVISION]``.
 
     A folder that exists wins over a Hub id of the same spelling; ``./name`` always means a folder.
     """
     if (text and Path(text).expanduser().exists()) or text.startswith((".", "/", "~")):
         return WeightsRef("path", text)
-    match = _HUB_ID.fullmatch(text)
+    match = HUB_ID.fullmatch(text)
     if match is None:
-        raise WeightsError(f"--weights {text}: there is no such folder, and it is not a Hub id (OWNER/NAME[@REVISION])")
+        raise WeightsError(f"there is no folder {text!r}, and it is no Hub id (OWNER/NAME[@REVISION])")
     return WeightsRef("hub", match["id"], match["revision"])
+
+
+def check_override(text: str) -> None:
+    """Raise :class:`WeightsError` when *text*, an operator's word for the weights, is neither a folder that is there
+    nor a Hub id."""
+    ref = parse_override(text)
+    if ref.source == "path":
+        _find_folder(ref.id)
 
 
 def resolve_weights(

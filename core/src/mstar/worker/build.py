@@ -26,6 +26,7 @@ from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment
 from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
+from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
@@ -125,7 +126,8 @@ def make_model(
     spec: ModelSpec, weights: Path | None, deployment: Deployment, device: torch.device, dtype: torch.dtype
 ) -> Model:
     """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
-    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, deployment.model_kwargs))
+    options = read_options(spec.options, deployment.model_kwargs)
+    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options))
     return model
 
 

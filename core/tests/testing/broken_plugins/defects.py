@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from mstar.hookspecs import hookimpl
+from mstar.spec.knobs import Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
 from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import VOCAB, MiniKnobs
@@ -59,6 +60,18 @@ class Shifted(MiniKnobs):
 
 class Idle(MiniKnobs):
     steps: int = Field(4, ge=1, le=9, description="Steps.")
+
+
+class Exempt(Shifted):
+    may_change_nothing = ("shift",)
+
+
+class Beams(Knobs):
+    beams: int = Field(4, ge=1, le=16, description="Answers that are followed at once.")
+
+
+class Vague(Knobs):
+    beams: int = 4
 
 
 class Lenient(MiniKnobs):
@@ -116,6 +129,12 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("unread_knob", knobs=Idle),
         _model("default_too_large", knobs=Greedy),
         _model("default_too_long", knobs=Greedy, processor=PROCESSORS + "Short"),
+        _model("ignored_knob", "IgnoresKnob", knobs=Shifted),
+        _model("exempt_knob", "IgnoresKnob", knobs=Exempt),
+        _model("misspelt_param", "MisspeltParam", knobs=Shifted),
+        # options
+        _model("unread_option", options=Beams),
+        _model("vague_option", options=Vague),
         # what cannot be served
         _model("ignores_media", processor=PROCESSORS + "IgnoresMedia"),
         _model("raises_on_bad_input", processor=PROCESSORS + "Raises"),
@@ -146,6 +165,8 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("leaks", "Leaks"),
         _model("leaks_when_cut", "LeaksWhenCut"),
         _model("leaks_on_error", "LeaksOnError"),
+        _model("undeclared_resource", "Undeclared"),
+        _model("extra_row", "ExtraRow"),
         _model("silent", "Silent"),
         _model("crashes", "Crashes"),
         _model("breaks_off", processor=PROCESSORS + "Breaks"),

@@ -375,3 +375,47 @@ class Crashes(Chat):
 
     def build(self, node: str) -> Node:
         return _Crashing()
+
+
+class _IgnoringNode(SumNode):
+    def forward(self, step: Step, ids: Tensor, shift: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        return super().forward(step, ids)
+
+
+class IgnoresKnob(FirstRowsKnob):
+    """Is handed a knob and does nothing with it."""
+
+    def build(self, node: str) -> Node:
+        return _IgnoringNode()
+
+
+class MisspeltParam(FirstRowsKnob):
+    """Asks for a parameter that nobody sends."""
+
+    def graph(self) -> Graph:
+        return replace(super().graph(), walks={"generate": generate(LM_CALL, {"shift": Param("shfit")})})
+
+
+class _UndeclaredNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        step["state"].read("sum")
+        return super().forward(step, ids)
+
+
+class Undeclared(Chat):
+    """Its node uses a resource that its entry does not list."""
+
+    def build(self, node: str) -> Node:
+        return _UndeclaredNode()
+
+
+class _ExtraRowNode(SumNode):
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        return {"token": torch.zeros(step.rows + 1, 2, dtype=torch.int64)}
+
+
+class ExtraRow(Chat):
+    """Returns one row more than it was given."""
+
+    def build(self, node: str) -> Node:
+        return _ExtraRowNode()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.base import Runner
+from mstar.engine.step import declared_shape
 from mstar.graph.values import torch_dtype
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node, Packed, Sampled, Step
@@ -19,6 +20,7 @@ from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import GraphError, SetupError
 from mstar.spec.graph import Entry, NodeSpec, Port
+from mstar.spec.knobs import read_options
 from mstar.testing.conformance.subject import Subject, fail
 
 __all__ = ["GraphChecks"]
@@ -30,7 +32,8 @@ class GraphChecks:
     def test_deployment(self, mstar_model: Subject) -> None:
         """The defaults that ship with the model are a valid deployment file."""
         try:
-            merge_deployment(mstar_model.spec.key, packaged_deployment(mstar_model.spec))
+            deployment = merge_deployment(mstar_model.spec.key, packaged_deployment(mstar_model.spec))
+            read_options(mstar_model.spec.options, deployment.model_kwargs)
         except SetupError as error:
             fail(f"the default deployment of {mstar_model.spec.key!r} is not valid: {error}")
 
@@ -39,10 +42,11 @@ class GraphChecks:
         mstar_model.require_checkpoint()
         spec = mstar_model.spec
         try:
-            kwargs = merge_deployment(spec.key, packaged_deployment(spec)).model_kwargs
+            deployment = merge_deployment(spec.key, packaged_deployment(spec))
+            options = read_options(spec.options, deployment.model_kwargs)
         except SetupError:
             pytest.skip("the default deployment is not valid: see test_deployment")
-        context = BuildContext(mstar_model.weights, torch.float32, torch.device("cpu"), kwargs)
+        context = BuildContext(mstar_model.weights, torch.float32, torch.device("cpu"), options)
         model: Model = load_object(spec.model)(context)
         graph, resources = model.graph(), model.resources()
         try:
@@ -85,7 +89,7 @@ class _PortWatch(Runner):
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         outputs = self.inner.run(node, entry, step, inputs)
         spec = self.nodes[node]
-        where = f"node {spec.name!r} entry {entry!r}"
+        where = f"node {spec.name!r} ({type(node).__name__}) entry {entry!r}"
         self.faults.update(f"{where}: {fault}" for fault in _faults(spec.entry(entry), step, outputs))
         return outputs
 
@@ -126,6 +130,4 @@ def _port_faults(port: Port, tensor: Tensor, step: Step) -> list[str]:
     )
     if fits:
         return []
-    rows = "rows, " if port.layout == "stacked" else ""
-    inner = ", ".join(map(str, port.shape))
-    return [f"port {port.name!r} is declared ({rows}{inner}), the node returned shape {tuple(tensor.shape)}"]
+    return [f"port {port.name!r} is declared {declared_shape(port)}, the node returned shape {tuple(tensor.shape)}"]

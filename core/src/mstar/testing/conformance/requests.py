@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from mstar.spec.check import calls_of
+from mstar.spec.check import params_of
 from mstar.spec.errors import RequestError
-from mstar.spec.graph import Graph, Loop, Par, Param, Seq, Times, Walk
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Prepared
@@ -31,7 +31,7 @@ from mstar.spec.tasks import (
 from mstar.testing.conformance.knob_values import vary
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.drive import Driver
-from mstar.testing.examples import task_for
+from mstar.testing.examples import Example, task_for
 
 __all__ = ["RequestChecks"]
 
@@ -72,7 +72,7 @@ class RequestChecks:
         spec = mstar_model.spec
         watched, seen = _watched(spec.knobs)
         driver.spec = replace(spec, knobs=watched)
-        seen.update(_graph_params(driver.worker.plan.graph))
+        seen.update(param.name for _, param in params_of(driver.worker.plan.graph))
         for request, example in mstar_model.examples(4, seed=92).items():
             task = task_for(driver.spec, example, live=driver.live(example))
             seen.update(name for name in spec.knobs.model_fields if _changes(driver, task, name))
@@ -89,6 +89,42 @@ class RequestChecks:
                 f"Use it (task.knobs.{name} in the processor, Param({name!r}) in the graph, "
                 f"request.params[{name!r}] in a route or demand), or leave it out of {spec.knobs.__name__}"
             )
+
+    def test_every_option_counts(self, mstar_model: Subject) -> None:
+        """Somebody reads each option: the processor or the model."""
+        spec = mstar_model.spec
+        if not spec.options.model_fields:
+            pytest.skip(f"{spec.key!r} has no options")
+        watched, seen = _watched(spec.options)
+        driver = mstar_model.watching(replace(spec, options=watched))
+        for request, example in mstar_model.examples(2, seed=94).items():
+            driver.submit(request, example)
+        driver.run()
+        unread = [name for name in spec.options.model_fields if name not in seen]
+        if unread:
+            fail(
+                f"{spec.key!r}: nothing reads the options {', '.join(map(repr, unread))}: an operator sets them under "
+                f"model_kwargs and nothing changes. Use context.options.{unread[0]} in {spec.model} or "
+                f"{spec.processor}, or leave it out of {spec.options.__name__}"
+            )
+
+    def test_knobs_change_something(self, mstar_model: Subject) -> None:
+        """A knob that only the graph hands on changes some answer to a sample request."""
+        spec, driver = mstar_model.spec, mstar_model.driver()
+        examples = list(mstar_model.examples(3, seed=95).values())
+        handed = {param.name for _, param in params_of(driver.worker.plan.graph)} - {*spec.knobs.may_change_nothing}
+        for name in sorted(handed & spec.knobs.model_fields.keys()):
+            tasks = [task_for(spec, example, live=driver.live(example)) for example in examples]
+            if any(_changes(driver, task, name) for task in tasks):
+                continue  # the processor has its part in it
+            values = vary(spec.knobs, name)
+            if values and not any(_answers_differ(mstar_model, example, name, values) for example in examples):
+                (where, _), *_ = ((w, p) for w, p in params_of(driver.worker.plan.graph) if p.name == name)
+                fail(
+                    f"{spec.key!r}: knob {name!r} changes nothing: {', '.join(map(repr, values))} give the same "
+                    f"answers to {len(examples)} sample requests ({where} has it). Use it in the node; or, if its "
+                    f"effect is too small or rare for them, name it in {spec.knobs.__name__}.may_change_nothing"
+                )
 
     def test_what_cannot_be_served_is_refused(self, mstar_model: Subject) -> None:
         """The processor refuses a bad request with an error that names the field, and the next one is answered."""
@@ -164,20 +200,15 @@ def _render(driver: Driver, task: Task, prepared: Prepared) -> None:
         fail(f"{driver.spec.key!r}: its renderer raised {type(error).__name__}: {error}: the client gets 500")
 
 
-def _graph_params(graph: Graph) -> set[str]:
-    """The parameters that a graph's calls and loops name."""
-    sources = [s for walk in graph.walks.values() for call in calls_of(walk) for s in call.inputs.values()]
-    counts = [count for walk in graph.walks.values() for count in _counts(walk)]
-    return {source.name for source in (*sources, *counts) if isinstance(source, Param)}
+def _answers_differ(subject: Subject, example: Example, name: str, values: Sequence[Any]) -> bool:
+    """Whether values of knob *name* lead to different answers."""
+    first, *others = [replace(example, knobs={**example.knobs, name: value}) for value in values]
+    answer = subject.alone(first)
+    return any(_differs(answer, subject.alone(other)) for other in others) or _differs(answer, subject.alone(example))
 
 
-def _counts(walk: Walk) -> Iterator[int | Param]:
-    if isinstance(walk, Seq | Par):
-        for part in walk.parts:
-            yield from _counts(part)
-    elif isinstance(walk, Loop):
-        yield from (stop.count for stop in walk.stops if isinstance(stop, Times))
-        yield from _counts(walk.body)
+def _differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() != other.keys() or any(not np.array_equal(one[name], other[name]) for name in one)
 
 
 def _changes(driver: Driver, task: Task, name: str) -> bool:

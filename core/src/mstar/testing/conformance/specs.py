@@ -13,7 +13,7 @@ from mstar.registry import load_object
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs, validate_knobs
 from mstar.spec.model import Ability, Licence, ModelSpec, WeightsRef
-from mstar.spec.processor import Processor, ProcessorContext
+from mstar.spec.processor import Processor
 from mstar.testing.conformance.knob_values import bad_values, options_of, unbounded
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.examples import draw_examples, task_for
@@ -22,6 +22,7 @@ __all__ = ["SpecChecks"]
 
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VAGUE = ("", "other", "unknown", "none", "custom", "todo", "tbd")
+_NEEDS = {"chat": " (a TextProcessor needs a chat template in the checkpoint's tokenizer_config.json)"}
 _TASKS = ("generate", "chat", "completion")
 
 
@@ -51,10 +52,13 @@ class SpecChecks:
             )
 
     def test_knobs_are_described(self, mstar_model: Subject) -> None:
-        """Every knob has a help text."""
-        for name, field in mstar_model.spec.knobs.model_fields.items():
-            if not (field.description or "").strip():
-                fail(f"{mstar_model.spec.key!r}: knob {name!r} has no description: give Field(…, description='…')")
+        """Every knob and every option has a help text."""
+        for kind, cls in _declared(mstar_model.spec):
+            for name, field in cls.model_fields.items():
+                if not (field.description or "").strip():
+                    fail(
+                        f"{mstar_model.spec.key!r}: {kind} {name!r} has no description: give Field(…, description='…')"
+                    )
 
     def test_knob_defaults_are_valid(self, mstar_model: Subject) -> None:
         """A request that sets every knob to its default is a valid request."""
@@ -70,10 +74,11 @@ class SpecChecks:
                 fail(f"{mstar_model.spec.key!r}: the default {default!r} of knob {name!r} is not valid: {error}")
 
     def test_knobs_have_bounds(self, mstar_model: Subject) -> None:
-        """Every number, text and list has a bound, so that a client cannot ask for a million steps by mistake."""
-        faults = list(unbounded(mstar_model.spec.knobs))
-        if faults:
-            fail(f"{mstar_model.spec.key!r}: knobs without bounds:\n  " + "\n  ".join(faults))
+        """Every number, text and list has a bound, so that nobody can ask for a million steps by mistake."""
+        for kind, cls in _declared(mstar_model.spec):
+            faults = list(unbounded(cls))
+            if faults:
+                fail(f"{mstar_model.spec.key!r}: {kind}s without bounds:\n  " + "\n  ".join(faults))
 
     def test_knob_bounds_are_enforced(self, mstar_model: Subject) -> None:
         """Values out of bounds or of another type are refused with an error that names the knob."""
@@ -99,7 +104,7 @@ class SpecChecks:
         spec = mstar_model.spec
         if list(_target_faults("processor", spec.processor, Processor)):
             pytest.skip(f"{spec.processor} cannot be imported: see test_spec")
-        processor: Processor = load_object(spec.processor)(ProcessorContext(spec, mstar_model.weights))
+        processor: Processor = mstar_model.processor()
         (example,) = draw_examples(spec, 1, seed=21)
         for ability in spec.abilities:
             if ability not in _TASKS:
@@ -111,10 +116,14 @@ class SpecChecks:
                 fail(
                     f"{spec.key!r} declares the ability {ability!r}, but its processor refuses a sample request of "
                     f"that kind: {error}\n  request: {example}\n  Take {ability!r} out of ModelSpec.abilities or let "
-                    f"{spec.processor} prepare it."
+                    f"{spec.processor} prepare it{_NEEDS.get(ability, '')}."
                 )
             if prepared.request.id != "r0":
                 fail(f"{spec.processor}: prepare() must use the request id that it is given")
+
+
+def _declared(spec: ModelSpec) -> tuple[tuple[str, type[Knobs]], ...]:
+    return ("knob", spec.knobs), ("option", spec.options)
 
 
 def _spec_faults(spec: ModelSpec) -> Any:
@@ -133,6 +142,8 @@ def _spec_faults(spec: ModelSpec) -> Any:
         yield f"knobs must be a subclass of mstar.spec.knobs.Knobs, not {spec.knobs!r}"
     elif spec.knobs.model_config.get("extra") != "forbid":
         yield "knobs: the class sets extra to something else than 'forbid', so misspelled knobs would be ignored"
+    if not (isinstance(spec.options, type) and issubclass(spec.options, Knobs)):
+        yield f"options must be a subclass of mstar.spec.knobs.Knobs, not {spec.options!r}"
     if not spec.abilities:
         yield "abilities is empty: declare at least 'generate'"
     for ability in spec.abilities:

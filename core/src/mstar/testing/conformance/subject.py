@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,18 +17,21 @@ import numpy as np
 import pytest
 import torch
 
-from mstar.nn.model import BuildContext, Model
 from mstar.plugins import Plugin, installed_entries, load_plugins
-from mstar.registry import Registry, load_object
+from mstar.registry import RegisteredModel, Registry, load_object
 from mstar.resources.base import IntegrityError
 from mstar.runtime.opening import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import PluginError, RequestError, nearest
+from mstar.spec.errors import PluginError, RequestError, SetupError, nearest
+from mstar.spec.knobs import read_options
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Processor, ProcessorContext
 from mstar.spec.request import Done, Failed
 from mstar.testing.conformance.knob_values import vary
 from mstar.testing.drive import Driver, RestlessError
 from mstar.testing.examples import Example, draw_examples
+from mstar.worker.build import make_model
 
 __all__ = ["Subject", "fail", "find_plugin", "models_of", "open_registry"]
 
@@ -100,6 +104,7 @@ class Subject:
     def __init__(self, registry: Registry, key: str, weights: Path | None):
         self.registry, self.weights = registry, weights
         self.spec, self.plugin = registry.models[registry.model(key).key]
+        self._causes: dict[str, str] = {}  # why a request failed → the first test that saw it
         self._answers: dict[int, tuple[Example, Mapping[str, Any]]] = {}
 
     @property
@@ -111,12 +116,21 @@ class Subject:
         if self.lacks_checkpoint:
             pytest.skip(f"{self.spec.key!r} has no tiny checkpoint: see test_checkpoint")
 
+    def processor(self) -> Processor:
+        """A processor with the model's own deployment; skips the test if that is not valid."""
+        try:
+            deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec))
+            options = read_options(self.spec.options, deployment.model_kwargs)
+        except SetupError:
+            pytest.skip("the default deployment is not valid: see test_deployment")
+        made: Processor = load_object(self.spec.processor)(ProcessorContext(self.spec, self.weights, options))
+        return made
+
     @cached_property
     def overrides(self) -> dict[str, Any]:
         """The deployment of the tests: this CPU, one thread, and pools of a bounded size."""
         deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec))
-        context = BuildContext(self.weights, torch.float32, torch.device("cpu"), deployment.model_kwargs)
-        model: Model = load_object(self.spec.model)(context)
+        model = make_model(self.spec, self.weights, deployment, torch.device("cpu"), torch.float32)
         unsized = {
             name: {"tokens": max(POOL_TOKENS, 2 * getattr(spec, "max_tokens", 0))}  # a whole request, with guidance
             for name, spec in model.resources().items()
@@ -150,6 +164,13 @@ class Subject:
         if self.load_fault is not None:
             pytest.skip(f"{self.spec.key!r} does not load: see test_it_loads")
         return _Driver(self.spec, self.registry, self.weights, **{**self.overrides, **overrides})
+
+    def watching(self, spec: ModelSpec) -> Driver:
+        """As :meth:`driver`, but of *spec* in the model's place."""
+        self.driver()
+        registry = copy(self.registry)
+        registry.models = {**registry.models, spec.key: RegisteredModel(spec, self.plugin)}
+        return _Driver(spec, registry, self.weights, **self.overrides)
 
     def examples(self, count: int, seed: int) -> dict[str, Example]:
         """Request id → sample request."""
@@ -199,7 +220,10 @@ class Subject:
         if end is None:
             fail(f"{self.spec.key!r}: the request never ended: {example}. Does every loop end, is every stream fed?")
         if isinstance(end, Failed):
-            fail(f"{self.spec.key!r}: a sample request failed ({end.code}): {end.message}\n  {example}")
+            test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("[")[0].rpartition("::")[2]
+            first = self._causes.setdefault(end.message, test)
+            same = "" if first == test else f"\n  The cause is that of {first}: mend that first."
+            fail(f"{self.spec.key!r}: a sample request failed ({end.code}): {end.message}\n  {example}{same}")
         return driver.result(request)
 
     def check_same(self, driver: Driver, asked: Mapping[str, Example], what: str) -> None:
@@ -215,7 +239,7 @@ class Subject:
                     fail(
                         f"{self.spec.key!r}: stream {stream!r} changed {what}: {difference}\n  request: {example}\n"
                         "  A node must treat each row by itself and keep nothing about a request on itself: state "
-                        "belongs in resources (step['…']), randomness in the sampler (design §6, promise P6)."
+                        "belongs in resources (step['…']), randomness in the sampler: a batch may change nothing."
                     )
 
     def check_empty(self, driver: Driver, what: str) -> None:
@@ -229,7 +253,7 @@ class Subject:
 def _leak(key: str, what: str, error: BaseException) -> str:
     return (
         f"{key!r}: {what}, but something of them is left: {error}\n  A resource's close() must free all that reserve() "
-        "and open() took (promise P4)."
+        "and open() took, whatever ended the request."
     )
 
 
