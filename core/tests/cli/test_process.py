@@ -50,3 +50,14 @@ def test_workers_leave_the_plugins_of_libraries_alone_unless_the_operator_wants_
     environment = _environment(config)
     assert environment["PYDANTIC_DISABLE_PLUGINS"] == "__all__"
     assert environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_a_plugin_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    started = process("models", path=tmp_path, MSTAR_EXTRA_PLUGINS="endless")
+    done = subprocess.run(**started, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted while plugin 'endless' was imported\n"

@@ -137,8 +137,8 @@ an idle machine this one costs 2 to 6 % of a step (benchmarks/NOTES.md)."""
 
 
 def _environment(config: WorkerConfig) -> dict[str, str]:
-    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, the deployment's
-    thread count where OpenMP and MKL look for it, and no plugins of the libraries."""
+    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, no plugins of
+    the libraries, and the deployment's thread count where OpenMP and MKL look for it."""
     threads = config.deployment.engine.threads
     waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
     return {
