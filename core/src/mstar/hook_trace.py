@@ -10,6 +10,8 @@ from typing import Any, TextIO
 
 import pluggy
 
+from mstar.spec.origin import describe
+
 __all__ = ["trace_hooks"]
 
 
@@ -35,7 +37,7 @@ def trace_hooks(manager: pluggy.PluginManager, stream: TextIO) -> Callable[[], N
         given = ", ".join(f"{key}={short.repr(value)}" for key, value in arguments.items())
         who = ", ".join(impl.plugin_name for impl in reversed(impls))
         error = outcome.exception
-        result = short.repr(outcome.get_result()) if error is None else f"raised {type(error).__name__}: {error}"
+        result = short.repr(outcome.get_result()) if error is None else f"raised {describe(error)}"
         stream.write(f"hook: {name}({given}) [{who}] -> {result}, {took:.2f} ms\n")
         stream.flush()
 

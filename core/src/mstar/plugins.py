@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pluggy
@@ -23,6 +23,7 @@ import pluggy
 import mstar
 from mstar import hookspecs
 from mstar.hook_trace import trace_hooks
+from mstar.plugin_code import Interrupted, guest
 from mstar.requirements import CORE, GROUP, canonical, check_core
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError, SetupError, nearest
@@ -46,6 +47,8 @@ _EXTRA = "extra module"
 """What a module has in place of a version."""
 
 _HOOKLESS = "mark its functions with @mstar.hookimpl, name another module, or take it out of MSTAR_EXTRA_PLUGINS"
+_UNMARKED = "mark its functions with @mstar.hookimpl, or name another module in the entry point"
+_OBJECT = "name the module with the hooks in the entry point"
 
 
 @dataclass(frozen=True)
@@ -111,26 +114,38 @@ class Plugins:
         """Import a plugin with *load* and register it, or put it aside with the reason. Never raises for its faults."""
         about = BrokenPlugin(name, version, "", distribution=distribution)
         try:
-            found = load()
+            with guest():
+                found = load()
         except PluginError as error:
             self._set_aside(about, _sentence(error), error)
             return
-        except (Exception, SystemExit) as error:  # a module that exits when it is imported must not end us
+        except Interrupted:
+            raise Interrupted(f"while plugin {name!r} was imported") from None
+        except BaseException as error:  # a module that exits when it is imported, say, must not end us
             self._set_aside(about, f"importing {source} failed: {_sentence(error, source)}", error)
             return
-        if self.manager.is_registered(found):
-            return  # an extra module that is installed as well
+        same = next((plugin for plugin in self.loaded if plugin.object is found), None)
+        if same is not None:
+            if version != _EXTRA:  # an extra module may be installed as well
+                reason = f"plugin {same.name!r} is the same module, {source}"
+                remedy = "take one of the two entry points out of its package"
+                self.broken.append(replace(about, reason=reason, remedy=remedy))
+            return
         plugin = Plugin(name, version, source, found, distribution)
         try:
-            self._register(plugin)
-        except Exception as error:
-            if self.manager.is_registered(found):
+            with guest():
+                self._register(plugin)
+        except Interrupted:
+            raise
+        except BaseException as error:
+            if self.manager.get_plugin(name) is found is not None:
                 self.manager.unregister(found)
             self._set_aside(about, _sentence(error), error)
         else:
             self.loaded.append(plugin)
 
     def _register(self, plugin: Plugin) -> None:
+        _check_object(plugin)
         _check_hook_api(plugin)
         if self.manager.has_plugin(plugin.name):
             raise PluginError(f"another plugin is named {plugin.name!r} already", remedy="uninstall one of the two")
@@ -139,9 +154,8 @@ class Plugins:
             raise PluginError(f"there is no hook {name!r}{nearest(name, self.known_hooks())}")
         for name in self._unmarked(plugin):
             raise PluginError(f"{name!r} lacks its @mstar.hookimpl, so it would never be called")
-        if plugin.version == _EXTRA and not self.hooks(plugin):
-            missing = f"module {plugin.source!r} has no mstar_… hook{_where_hooks_are(plugin.source)}"
-            raise PluginError(missing, remedy=_HOOKLESS)
+        if not self.hooks(plugin):
+            raise _hookless(plugin)
 
     def _unknown(self, plugin: Plugin) -> Iterator[str]:
         """What pluggy's ``check_pending`` looks for, for one plugin: implementations of hooks that do not exist."""
@@ -185,8 +199,11 @@ class Plugins:
         """
         others = [other.object for other in self.loaded if other is not plugin]
         try:
-            results: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
-        except (Exception, SystemExit) as error:
+            with guest():
+                results: list[Any] = self.manager.subset_hook_caller(hook, others)(**arguments)
+        except Interrupted:
+            raise Interrupted(f"in {hook} of plugin {plugin.name!r}") from None
+        except BaseException as error:
             raise PluginError(f"{hook} failed: {_sentence(error, plugin.source)}") from error
         return results
 
@@ -271,11 +288,23 @@ def _add_module(plugins: Plugins, name: str) -> None:
     plugins.add(name, _EXTRA, name, lambda: importlib.import_module(name))
 
 
-def _where_hooks_are(name: str) -> str:
-    """A package that has its hooks in the usual place."""
-    there = f"{name}.plugin"
-    is_package = hasattr(sys.modules[name], "__path__")
-    return f"; did you mean {there!r}?" if is_package and importlib.util.find_spec(there) else ""
+def _check_object(plugin: Plugin) -> None:
+    """pluggy takes ``None`` for a name that is blocked, and the functions of a class for hooks that lack nothing."""
+    if plugin.object is None or isinstance(plugin.object, type):
+        what = "None" if plugin.object is None else "a class"
+        raise PluginError(f"{plugin.source!r} is {what}, which has no hooks", remedy=_OBJECT)
+
+
+def _hookless(plugin: Plugin) -> PluginError:
+    if not isinstance(plugin.object, ModuleType):
+        return PluginError(
+            f"{plugin.source!r} is of type {type(plugin.object).__name__} and has no hooks", remedy=_OBJECT
+        )
+    there = f"{plugin.source}.plugin"  # where packages have them
+    is_package = hasattr(plugin.object, "__path__")
+    hint = f"; did you mean {there!r}?" if is_package and importlib.util.find_spec(there) else ""
+    missing = f"module {plugin.source!r} has no mstar_… hook{hint}"
+    return PluginError(missing, remedy=_HOOKLESS if plugin.version == _EXTRA else _UNMARKED)
 
 
 def _import(entry: importlib.metadata.EntryPoint) -> Any:

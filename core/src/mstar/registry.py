@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mstar.plugin_code import Interrupted, guest
 from mstar.plugin_memory import Remembered, recall, remember
 from mstar.plugins import BUILTIN, Plugin, Plugins, describe_broken
 from mstar.requirements import canonical
 from mstar.spec.errors import PluginError, SetupError, nearest
 from mstar.spec.model import ModelSpec
+from mstar.spec.origin import describe
 
 if TYPE_CHECKING:
     from mstar.cluster.base import Executor
@@ -87,9 +89,12 @@ class _Table:
             raise SetupError(f"there is no {self.kind} {name!r}{listed}{describe_broken(self._plugins.broken)}")
         target, plugin = self.offers[name]
         try:
-            return load_object(target)
-        except Exception as error:
-            cause = str(error) if isinstance(error, SetupError) else f"{type(error).__name__}: {error}"
+            with guest():
+                return load_object(target)
+        except Interrupted:
+            raise
+        except BaseException as error:
+            cause = str(error) if isinstance(error, SetupError) else describe(error)
             owner = f"plugin {plugin.name!r} ({plugin.version})"
             raise PluginError(f"{self.kind} {name!r} of {owner} cannot be imported from {target!r}: {cause}") from error
 
@@ -267,5 +272,8 @@ def _is_offer(name: Any, target: Any) -> bool:
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # it is someone's own class
+        return f"{type(value).__name__} (its __repr__ raises {type(error).__name__})"
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -32,7 +32,12 @@ from pathlib import Path
 
 from mstar.spec.errors import SetupError, nearest
 
-__all__ = ["Settings"]
+__all__ = ["LIBRARIES", "Settings"]
+
+LIBRARIES = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""What M*'s processes set before they import these libraries, unless the operator has: no plugins of theirs. M* needs
+none, and to find them both libraries read the entry points of every distribution: one damaged file would end every
+command, before ``mstar plugins`` could name it."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")

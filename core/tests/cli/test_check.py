@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mstar.cluster.base import WorkerConfig
+from mstar.patterns.causal_lm import CausalLM
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.testing.drive import miniature_registry
@@ -242,6 +243,22 @@ def test_a_hook_that_raises_has_its_line_too(mstar: Run, tmp_path: Path) -> None
 def test_a_file_that_is_not_yaml_is_a_fault_found(llama: Run, tmp_path: Path) -> None:
     status, _, err = llama("check", deployment(tmp_path, "model: [\n"))
     assert (status, "is not valid YAML" in err) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["check", "graph"])
+def test_what_a_models_code_prints_is_not_in_the_answer(
+    llama: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    class Loud(CausalLM):
+        def __init__(self, *arguments: Any, **named: Any):
+            print("loud")
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr("mstar.patterns.causal_lm.CausalLM", Loud)
+    status, out, err = llama(command, "toy-llama", "--weights", str(tmp_path / "llama"), "--json")
+    assert status == 0
+    assert json.loads(out)["key"] == "toy-llama"
+    assert "loud\n" in err
 
 
 def test_the_traceback_is_shown_on_request(broken: Run, caplog: pytest.LogCaptureFixture) -> None:

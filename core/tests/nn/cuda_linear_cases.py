@@ -53,6 +53,15 @@ def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.fixture(autouse=True)
+def _ours_up_to_16_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The sizes here were never measured."""
+    monkeypatch.setattr(cuda_linear_table, "UNMEASURED", 16)
+    cuda_linear_table.config.cache_clear()
+    yield
+    cuda_linear_table.config.cache_clear()
+
+
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """``cut(layer, rows' cut)``: how any layer is cut from now on."""

@@ -43,7 +43,8 @@ def _compile(kernel: Any, pointers: str, numbers: str = "", aligned: bool = Fals
     signature = {name: typed.get(name, "constexpr") for name in kernel.arg_names}
     places = [number for number, kind in enumerate(signature.values()) if kind.startswith("*")] if aligned else []
     attributes = {(number,): [["tt.divisibility", 16]] for number in places}
-    source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, "early": True}, attrs=attributes)
+    early = {"early": True} if "early" in kernel.arg_names else {}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, **early}, attrs=attributes)
     options = {"enable_fp_fusion": True, "launch_pdl": True}  # the first is the default, which some releases warn of
     ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
     # Nothing but weights is touched before the kernels before have ended.

@@ -168,6 +168,11 @@ FAULTS = {
     "argument": (HOOK + "mstar_models(key):\n    return []\n", "hookspec", pluggy.PluginValidationError),
     "raise": (HOOK + "mstar_models():\n    return {}['x']\n", "mstar_models failed: KeyError: 'x'", PluginError),
     "type": (HOOK + "mstar_models():\n    return 3\n", "mstar_models must return a list of ModelSpec", PluginError),
+    "unspeakable": (
+        "class Mine:\n    def __repr__(self):\n        return 1 / 0\n" + HOOK + "mstar_models():\n    return Mine()\n",
+        "not Mine (its __repr__ raises ZeroDivisionError)",
+        PluginError,
+    ),
     "offer": (HOOK + "mstar_engines():\n    return {'x': 1}\n", "mstar_engines must return a dict of", PluginError),
     "taken": (HOOK + "mstar_engines():\n    return {'eager': 'a:B'}\n", "engine 'eager' is taken by", PluginError),
     "hooks": ("MSTAR_HOOK_API = 99\n", "it is written for version 99 of the hooks", PluginError),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
 import sys
 from types import ModuleType
 
@@ -11,9 +12,12 @@ import pytest
 from plugin_site import GOOD, HEAD, Site, load
 
 from mstar import hookspecs
+from mstar.plugin_code import Interrupted
 from mstar.plugins import BUILTIN, BrokenPlugin, Plugins, load_plugins
 from mstar.settings import Settings
 from mstar.spec.errors import PluginError
+
+HOOKED = HEAD + "@mstar.hookimpl\ndef mstar_models():\n    return []\n"
 
 
 def names(plugins: Plugins) -> list[str]:
@@ -34,7 +38,7 @@ def test_the_core_is_its_own_first_plugin() -> None:
 
 def test_installed_plugins_load_by_name_then_extra_modules(site: Site) -> None:
     for name in ("zeta", "alpha"):
-        site.module(f"{name}_mod", "import mstar\n")
+        site.module(f"{name}_mod", HOOKED)
     site.module("extra_one_mod", GOOD)
     site.distribution("mstar-zeta", "1.2", "zeta", "zeta_mod")
     site.distribution("mstar-alpha", "0.3", "alpha", "alpha_mod")
@@ -72,7 +76,7 @@ def test_the_core_cannot_be_blocked() -> None:
 
 
 def test_an_allowed_plugin_that_is_not_installed_is_reported(site: Site) -> None:
-    site.module("present_mod", "import mstar\n")
+    site.module("present_mod", HOOKED)
     site.distribution("mstar-present", "1.0", "present", "present_mod")
     broken = the_broken(load(plugins=("presant",)))
     assert broken.name == "presant"
@@ -89,7 +93,7 @@ def test_a_module_that_is_installed_and_named_as_extra_loads_once(site: Site) ->
 
 def test_two_plugins_of_one_name(site: Site) -> None:
     for number in ("1", "2"):
-        site.module(f"same_mod{number}", "import mstar\n")
+        site.module(f"same_mod{number}", HOOKED)
         site.distribution(f"mstar-same{number}", "1.0", "same", f"same_mod{number}")
     plugins = load(plugins=("same",))
     assert names(plugins) == [BUILTIN, "same"]
@@ -98,6 +102,14 @@ def test_two_plugins_of_one_name(site: Site) -> None:
 
 BROKEN = {
     "raises": ("1/0\n", "ZeroDivisionError"),
+    "exits_for_good": ("class Mine(BaseException):\n    pass\nraise Mine('boo')\n", "Mine: boo"),
+    "cancels": ("import asyncio\nraise asyncio.CancelledError\n", "CancelledError"),
+    "interrupts": ("raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+    "unspeakable": (
+        "class Mine(Exception):\n    def __str__(self):\n        return 1 / 0\nraise Mine\n",
+        "Mine: (its __str__ raises ZeroDivisionError)",
+    ),
+    "hookless": (HEAD, "module 'broken_hookless' has no mstar_… hook"),
     "exits": ("import sys\nsys.exit('no licence key')\n", "SystemExit: no licence key"),
     "needs_more": ("import a_library_that_is_not_there\n", "No module named 'a_library_that_is_not_there'"),
     "syntax": ("def (:\n", "SyntaxError"),
@@ -121,7 +133,7 @@ def test_a_broken_plugin_is_put_aside_and_the_others_serve(site: Site, case: str
     broken = the_broken(plugins)
     assert (broken.name, broken.version) == ("broken", "3.1")
     assert reason in broken.reason
-    assert isinstance(broken.error, Exception | SystemExit)
+    assert isinstance(broken.error, BaseException)
     assert str(broken).startswith("plugin 'broken' (3.1) is not used: ")
     assert broken.remedy
     assert str(broken).endswith(f" To mend it: {broken.remedy}")
@@ -346,6 +358,90 @@ def test_damaged_entry_points_of_one_distribution_cost_no_other(site: Site, entr
     assert (broken.name, broken.distribution) == ("some-half", "some-half")
     assert "some_half-1.0.dist-info, cannot be read: " in broken.reason
     assert "pip install --force-reinstall some-half" in broken.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nothing", "is None, which has no hooks"),
+        ("number", "is of type int and has no hooks"),
+        ("Plugin", "is a class, which has no hooks"),
+    ],
+)
+def test_an_entry_point_that_names_no_object_with_hooks(site: Site, name: str, reason: str) -> None:
+    hook = "    @mstar.hookimpl\n    def mstar_models(self):\n        return []\n"
+    site.module("odd_mod", f"{HEAD}nothing = None\nnumber = 3\nclass Plugin:\n{hook}\ngood = Plugin()\n")
+    site.distribution("mstar-odd", "1.0", "odd", f"odd_mod:{name}")
+    site.distribution("mstar-right", "1.0", "right", "odd_mod:good")
+    plugins = load(plugins=("odd", "right"))
+    assert names(plugins) == [BUILTIN, "right"]
+    assert the_broken(plugins).reason == f"'odd_mod:{name}' {reason}"
+    assert "name the module with the hooks" in the_broken(plugins).remedy
+
+
+def test_of_two_entry_points_of_one_module_the_second_is_reported(site: Site) -> None:
+    site.module("shared_mod", GOOD)
+    site.distribution("mstar-first", "1.0", "first", "shared_mod")
+    site.distribution("mstar-second", "1.0", "second", "shared_mod")
+    plugins = load(plugins=("first", "second"))
+    assert names(plugins) == [BUILTIN, "first"]
+    assert (the_broken(plugins).name, the_broken(plugins).reason) == (
+        "second",
+        "plugin 'first' is the same module, shared_mod",
+    )
+
+
+# --- what a plugin's code does to the process ---------------------------------------------------------------------
+
+
+NOISY = (
+    HEAD
+    + """
+import io, sys
+print("importing")
+sys.stdout = io.StringIO()
+
+@mstar.hookimpl
+def mstar_engines():
+    print("asked")
+    sys.stdout = None
+    return {}
+"""
+)
+
+
+def test_what_a_plugin_prints_is_no_answer(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.module("noisy", NOISY)
+    stdout = sys.stdout
+    plugins = load("noisy")
+    assert sys.stdout is stdout
+    plugins.call(plugins.loaded[1], "mstar_engines")
+    assert sys.stdout is stdout
+    assert capsys.readouterr() == ("", "importing\nasked\n")
+
+
+@pytest.mark.parametrize("raised", ["BaseException", "KeyboardInterrupt", "GeneratorExit"])
+def test_a_hook_that_raises_anything_costs_only_its_plugin(site: Site, raised: str) -> None:
+    site.module("wild", f"{HEAD}@mstar.hookimpl\ndef mstar_api(registry):\n    raise {raised}\n")
+    plugins = load("wild")
+    plugins.call_each("mstar_api", registry=None)
+    assert names(plugins) == [BUILTIN]
+    assert f"mstar_api failed: {raised}" in the_broken(plugins).reason
+
+
+def test_the_users_own_interrupt_ends_the_program_and_names_the_plugin(site: Site) -> None:
+    site.module("slow", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="while plugin 'slow' was imported"):
+        load("slow")
+    assert signal.getsignal(signal.SIGINT) is before
+    site.module(
+        "slow_hook",
+        f"{HEAD}import os, signal\n@mstar.hookimpl\ndef mstar_engines():\n    os.kill(os.getpid(), signal.SIGINT)\n",
+    )
+    plugins = load("slow_hook")
+    with pytest.raises(Interrupted, match="in mstar_engines of plugin 'slow_hook'"):
+        plugins.call(plugins.loaded[1], "mstar_engines")
 
 
 @pytest.mark.parametrize("value", ["", "not a module", "a:b:c", "1module"])

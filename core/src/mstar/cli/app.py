@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import mstar
 from mstar.cli.commands import Command, Commands, Context, Parser
 from mstar.cli.output import fault, note, table
+from mstar.plugin_code import Interrupted
 from mstar.plugins import Plugins, load_plugins
 from mstar.settings import Settings
 from mstar.spec.errors import FaultFound, PluginError, SetupError
@@ -31,6 +32,9 @@ def run(words: Sequence[str], environ: Mapping[str, str]) -> int:
     except SetupError as error:
         fault(str(error), colour="NO_COLOR" not in environ)
         return 1 if isinstance(error, FaultFound) or _is_broken_plugin(error) else 2
+    except Interrupted as interrupted:
+        fault(f"interrupted {interrupted}".rstrip(), colour="NO_COLOR" not in environ)
+        return 130
     except KeyboardInterrupt:
         return 130
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, fault, note, print_json, table
+from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     spec, file = find_target(arguments.target, context.registry)
     if file is not None and arguments.config is not None:
         raise SetupError("mstar check: give a deployment file once, as FILE or with --config")
-    checked = check_model(
-        spec, context.settings, context.registry, config=file or arguments.config, weights=arguments.weights
-    )
+    with quiet():
+        checked = check_model(
+            spec, context.settings, context.registry, config=file or arguments.config, weights=arguments.weights
+        )
     if arguments.json:
         print_json(_facts(checked))
     else:

@@ -10,6 +10,7 @@ from typing import Any
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json, with_key
 from mstar.cli.output import Tree, fault, note, print_json
+from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
 
 __all__ = ["register"]
@@ -35,7 +36,10 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     from mstar.cli.graph_facts import graph_facts
     from mstar.runtime.checking import check_model  # imports torch
 
-    checked = check_model(spec, context.settings, context.registry, config=arguments.config, weights=arguments.weights)
+    with quiet():
+        checked = check_model(
+            spec, context.settings, context.registry, config=arguments.config, weights=arguments.weights
+        )
     if checked.graph is None or checked.deployment is None:
         fault("\n".join(str(found) for found in checked.faults))
         return 1

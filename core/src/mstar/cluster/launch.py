@@ -19,6 +19,7 @@ import zmq
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import Codec, Command, Report, Stop
+from mstar.settings import LIBRARIES
 from mstar.spec.deployment import Deployment
 from mstar.spec.request import EngineRequest, Push
 
@@ -136,12 +137,13 @@ an idle machine this one costs 2 to 6 % of a step (benchmarks/NOTES.md)."""
 
 
 def _environment(config: WorkerConfig) -> dict[str, str]:
-    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, and the
-    deployment's thread count where OpenMP and MKL look for it."""
+    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, no plugins of
+    the libraries, and the deployment's thread count where OpenMP and MKL look for it."""
     threads = config.deployment.engine.threads
     waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
     return {
         **waiting,
+        **LIBRARIES,
         **os.environ,
         **({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {}),
     }

@@ -74,14 +74,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
+    def forward(self, x: Tensor, rotation: Rotation, kv: Any) -> Tensor:
+        """*x*: normed ``[N, hidden]``."""
+        return self.o_proj(self._mixed(self.qkv_proj(x), rotation, kv))  # type: ignore[no-any-return]
+
     def beside(self, x: Tensor, delta: Tensor | None, norm: RMSNorm, rotation: Rotation, kv: Any) -> Tensor | None:
-        """Attention over ``norm(x, delta)`` for the stream *x*; see :class:`DecoderLayer`."""
-        heads = self.qkv_proj.after(norm, x, delta).view(x.shape[0], -1, self.head_dim)
+        """``self(norm(x, delta), …)`` for the stream *x*; see :class:`DecoderLayer`."""
+        return self.o_proj.add_to(x, self._mixed(self.qkv_proj.after(norm, x, delta), rotation, kv))
+
+    def _mixed(self, qkv: Tensor, rotation: Rotation, kv: Any) -> Tensor:
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         norms: ops.HeadNorms | None = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        mixed = kv.attend_heads(self.layer, heads, self.heads, rotation, norms)
-        return self.o_proj.add_to(x, mixed.flatten(1))
+        mixed: Tensor = kv.attend_heads(self.layer, heads, self.heads, rotation, norms)
+        return mixed.flatten(1)
 
 
 class DecoderLayer(nn.Module):

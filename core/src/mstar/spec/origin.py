@@ -33,10 +33,17 @@ def origin(error: BaseException, targets: Iterable[str]) -> str | None:
 
 def describe(error: BaseException, targets: Iterable[str] = ()) -> str:
     """*error* as part of one sentence: its type, its text, and :func:`origin`."""
-    text = " ".join(str(error).split())
+    text = _text(error)
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     at = origin(error, targets)
     return said if at is None else f"{said} (at {at})"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return " ".join(str(error).split())
+    except Exception as fault:  # it is someone's own class
+        return f"(its __str__ raises {type(fault).__name__})"
 
 
 def family_fault(what: str, error: BaseException, targets: Iterable[str]) -> FaultFound | None:

@@ -86,7 +86,7 @@ class FlashInferAttention(AttentionBackend):
         except ModuleNotFoundError as error:
             if error.name != "flashinfer":
                 return f"it cannot be imported: {error}"
-            return "it is not installed; pip install flashinfer-python"
+            return "it is not installed; pip install 'mstar-core[cuda]'"
         except Exception as error:  # a broken installation, compiler or driver raises what it likes
             lines = str(error).strip().splitlines() or [""]
             return f"a first step with it failed: {type(error).__name__}: {lines[0]}"

@@ -1,0 +1,63 @@
+"""The ``mstar`` process as a shell sees it: damaged installations, closed outputs, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mstar.cluster.base import WorkerConfig
+from mstar.cluster.launch import _environment
+from mstar.spec.deployment import Deployment
+
+
+def process(*words: str, path: Path | None = None, **environ: str) -> dict[str, Any]:
+    """How :func:`subprocess.run` starts ``mstar WORDS`` with nothing but the core, and *path* before all others."""
+    before = [str(path)] if path else []
+    paths = os.pathsep.join([*before, *(entry for entry in sys.path if entry)])
+    env = {**os.environ, "PYTHONPATH": paths, "MSTAR_PLUGINS": "", **environ}
+    return {"args": [sys.executable, "-m", "mstar", *words], "env": env}
+
+
+# --- what is installed beside M* ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entries", [b"[mstar.plugins]\na line without a value\n", b"\xff\xfe[mstar.plugins]\n"])
+def test_damaged_entry_points_do_not_end_a_command(tmp_path: Path, entries: bytes) -> None:
+    info = tmp_path / "damaged-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: damaged\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_bytes(entries)
+    started = process("plugins", path=tmp_path)
+    for library in ("PYDANTIC_DISABLE_PLUGINS", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        started["env"].pop(library, None)
+    done = subprocess.run(**started, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "damaged-1.0.dist-info, cannot be read: " in done.stdout
+    assert "damaged: run `pip install --force-reinstall damaged`" in done.stdout
+
+
+def test_workers_leave_the_plugins_of_libraries_alone_unless_the_operator_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = WorkerConfig(key="m", weights=None, deployment=Deployment(model="m"))
+    monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    environment = _environment(config)
+    assert environment["PYDANTIC_DISABLE_PLUGINS"] == "__all__"
+    assert environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_a_plugin_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    started = process("models", path=tmp_path, MSTAR_EXTRA_PLUGINS="endless")
+    done = subprocess.run(**started, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted while plugin 'endless' was imported\n"
