@@ -13,6 +13,7 @@ from mstar.plugins import BUILTIN, Plugin, Plugins, describe_broken
 from mstar.requirements import canonical
 from mstar.spec.errors import PluginError, SetupError, nearest
 from mstar.spec.model import ModelSpec
+from mstar.spec.model_check import shown, spec_faults
 from mstar.spec.origin import describe
 
 if TYPE_CHECKING:
@@ -137,8 +138,10 @@ class Registry:
         specs: dict[str, ModelSpec] = {}
         for result in self.plugins.call(plugin, "mstar_models"):
             if not isinstance(result, Sequence) or not all(isinstance(spec, ModelSpec) for spec in result):
-                raise PluginError(f"mstar_models must return a list of ModelSpec, not {_describe(result)}")
+                raise PluginError(f"mstar_models must return a list of ModelSpec, not {shown(result)}")
             for spec in result:
+                for name, fault in spec_faults(spec):
+                    raise PluginError(f"mstar_models: {name} of ModelSpec {shown(spec.key)}: {fault}")
                 if spec.key in specs:
                     raise PluginError(f"mstar_models returned the key {spec.key!r} twice")
                 if spec.key in self.models:
@@ -150,7 +153,7 @@ class Registry:
         offers: dict[str, str] = {}
         for result in self.plugins.call(plugin, hook):
             if not isinstance(result, dict) or not all(_is_offer(name, target) for name, target in result.items()):
-                raise PluginError(f"{hook} must return a dict of name to 'module:Class', not {_describe(result)}")
+                raise PluginError(f"{hook} must return a dict of name to 'module:Class', not {shown(result)}")
             offers.update(result)
         for name in offers:
             if name in self._tables[hook].offers:
@@ -269,11 +272,3 @@ def _is_named_after(key: str, plugin: str) -> bool:
 
 def _is_offer(name: Any, target: Any) -> bool:
     return isinstance(name, str) and isinstance(target, str) and ":" in target
-
-
-def _describe(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:  # it is someone's own class
-        return f"{type(value).__name__} (its __repr__ raises {type(error).__name__})"
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

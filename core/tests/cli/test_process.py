@@ -61,3 +61,26 @@ def test_an_interrupt_while_a_plugin_is_imported_is_one_line(tmp_path: Path) -> 
     done = subprocess.run(**started, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "interrupted while plugin 'endless' was imported\n"
+
+
+# --- outputs that cannot be written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("plugins",), ("plugins", "--json"), ("--help",)])
+def test_a_reader_that_has_left_is_no_fault(words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(**process(*words), stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_a_full_disk_is_told_in_a_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(**process("plugins"), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "no space is left" in done.stderr
+    assert "Traceback" not in done.stderr

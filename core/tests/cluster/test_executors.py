@@ -151,3 +151,11 @@ async def test_two_executors_at_once(how: str) -> None:
         if how == "processes":
             pids = {(await driver.executor.status())["pid"] for driver in (one, two)}
             assert len(pids | {os.getpid()}) == 3
+
+
+async def test_stopping_twice_at_once() -> None:
+    """A start that is cancelled stops the worker, and whoever started it stops it again."""
+    driver = Driver("inline", fake_config())
+    await driver.executor.start()
+    await asyncio.gather(driver.executor.stop(), driver.executor.stop())
+    assert driver.phase_names[-1] == "stopped"

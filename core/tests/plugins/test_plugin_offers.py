@@ -173,6 +173,11 @@ FAULTS = {
         "not Mine (its __repr__ raises ZeroDivisionError)",
         PluginError,
     ),
+    "field": (
+        MODEL.replace('summary="An owl."', 'summary="An owl.", abilities=("chta",)'),
+        "mstar_models: abilities of ModelSpec str 'owl-large': 'chta' is none; did you mean 'chat'?",
+        PluginError,
+    ),
     "offer": (HOOK + "mstar_engines():\n    return {'x': 1}\n", "mstar_engines must return a dict of", PluginError),
     "taken": (HOOK + "mstar_engines():\n    return {'eager': 'a:B'}\n", "engine 'eager' is taken by", PluginError),
     "hooks": ("MSTAR_HOOK_API = 99\n", "it is written for version 99 of the hooks", PluginError),

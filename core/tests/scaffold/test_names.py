@@ -37,6 +37,8 @@ def test_names_follow_from_the_distribution(registry: Registry, name: str, key: 
         ("../x", None, "no name for a package"),
         ("3d", None, "begin with a letter"),
         ("class", None, "begin with a letter"),
+        ("tests", None, "a folder of the package has that name; try mstar-tests"),
+        ("x" * 300, None, "more than 80 letters"),
         ("json", None, "there is a package of that name already"),
         ("mstar", None, "there is a package of that name already"),
         ("mstar-core", None, "a plugin 'core' is installed already"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -19,9 +20,26 @@ __all__ = ["Command", "Commands", "Context", "main", "run"]
 
 
 def main() -> None:
-    """The console script. Exit status: 0; 1 when a fault was found in a model, its deployment or its code; 2 when
-    the command cannot be carried out as it was typed; 130 when interrupted."""
-    sys.exit(run(sys.argv[1:], os.environ))
+    """The console script. Exit status: 0; 1 when a fault was found in a model, its deployment or its code, or the
+    output cannot be written; 2 when the command cannot be carried out as it was typed; 130 when interrupted; 141 when
+    whoever read the output has left."""
+    try:
+        status = run(sys.argv[1:], os.environ)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        status = _give_up_output(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        status = _give_up_output(1)
+        fault("the output cannot be written: no space is left there", colour="NO_COLOR" not in os.environ)
+    sys.exit(status)
+
+
+def _give_up_output(status: int) -> int:
+    """Let what is still buffered go nowhere: the interpreter writes it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 def run(words: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -42,12 +42,12 @@ class InlineExecutor(SingleWorkerExecutor):
             raise
 
     async def stop(self) -> None:
-        if self._thread is not None:
+        thread, self._thread = self._thread, None  # a start that is cancelled stops too: once
+        if thread is not None:
             self._channel.commands.put([Stop()])
-            while self._thread.is_alive():  # a step cannot be interrupted: wait for it without blocking the loop
+            while thread.is_alive():  # a step cannot be interrupted: wait for it without blocking the loop
                 await asyncio.sleep(0.002)
             self._channel.drain()
-            self._thread = None
         self._lose_worker(Phase(name="stopped"), "the server is shutting down", "shutting_down")
 
     def _send(self, commands: list[Command]) -> None:

@@ -18,6 +18,10 @@ _DISTRIBUTION = re.compile(r"[a-z0-9]|[a-z0-9][a-z0-9._-]*[a-z0-9]", re.IGNORECA
 _KEY = re.compile(r"[a-z0-9]|[a-z0-9][a-z0-9.-]*[a-z0-9]")
 
 
+_FOLDERS = frozenset(("test", "tests", "src", "docs", "deployments", "conftest"))
+_LONGEST = 80
+
+
 @dataclass(frozen=True)
 class Names:
     """*distribution*: on the package index; *package*: to import; *plugin*: its entry point; *key*: of its model;
@@ -40,6 +44,9 @@ def choose_names(name: str, key: str | None, registry: Registry) -> Names:
     package = re.sub(r"[-_.]+", "_", name).lower()
     if not package.isidentifier() or keyword.iskeyword(package):
         raise SetupError(f"{name!r} would be imported as {package!r}, which Python cannot; begin with a letter")
+    if package in _FOLDERS or len(package) > _LONGEST:
+        why = "a folder of the package has that name" if package in _FOLDERS else f"more than {_LONGEST} letters"
+        raise SetupError(f"{name[:60]!r} cannot be the name: {why}; try mstar-{package[:20]}")
     if package in sys.stdlib_module_names or importlib.util.find_spec(package) is not None:
         raise SetupError(f"{name!r} would be imported as {package!r}, and there is a package of that name already")
     short = package.removeprefix("mstar_").replace("_", "-") or package

@@ -136,7 +136,8 @@ def _one_row(
         if step + 1 < steps:
             weights = ahead
     _finish(
-        tl.sum(acc, 1, keep_dims=True), tl.sum(squares, 0), bias, out, tile, weight_row, tl.arange(0, 1), 1, eps, 0,
+        tl.sum(acc, 1, keep_dims=True), tl.sum(squares, 0, keep_dims=True), bias, out,
+        tile, weight_row, tl.arange(0, 1), 1, eps, 0,
         features, k_size, block_n, 1, normed, gated, biased, added,
     )  # fmt: skip
 
