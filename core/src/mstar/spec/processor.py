@@ -22,8 +22,11 @@ __all__ = [
     "Prepared",
     "Processor",
     "ProcessorContext",
+    "ProgressDelta",
     "Renderer",
+    "SegmentDelta",
     "TextDelta",
+    "Word",
 ]
 
 
@@ -89,7 +92,47 @@ class ArrayDelta:
     stream: str = "action"
 
 
-Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta
+@dataclass(frozen=True)
+class Word:
+    """A spoken word, in seconds from the clip's start."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SegmentDelta:
+    """Where a piece of a transcript was said. The text itself has gone out as :class:`TextDelta` before.
+
+    :param start: seconds from the clip's start, as *end*. :param language: code of what was spoken, if that is known.
+    :param avg_logprob: mean log-probability of its tokens. :param no_speech_prob: of there being no speech at all.
+    """
+
+    start: float
+    end: float
+    text: str
+    words: tuple[Word, ...] = ()
+    language: str | None = None
+    tokens: tuple[int, ...] = ()
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class ProgressDelta:
+    """Step *step* of *total* is done. *preview*: what there is to see, uint8 ``[H, W, 3]``."""
+
+    step: int
+    total: int
+    preview: Any = None
+    stream: str = "progress"
+
+
+Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta | SegmentDelta | ProgressDelta
 
 
 class Renderer(abc.ABC):
