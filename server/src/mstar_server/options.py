@@ -19,6 +19,7 @@ class ServerOptions:
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
     :param max_messages: most messages of one chat.
     :param max_text_chars: most characters of all texts of one request.
+    :param max_inputs: most texts of one request to ``/v1/completions`` or ``/v1/embeddings``.
     :param max_choices: largest ``n`` of a chat request.
     :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
     :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
@@ -40,6 +41,7 @@ class ServerOptions:
     max_head_bytes: int = 64 * 1024
     max_messages: int = 4096
     max_text_chars: int = 4_000_000
+    max_inputs: int = 2048
     max_choices: int = 128
     max_files: int = 64
     max_kwargs_bytes: int = MIB

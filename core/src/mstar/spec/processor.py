@@ -23,9 +23,11 @@ __all__ = [
     "Processor",
     "ProcessorContext",
     "ProgressDelta",
+    "ReasoningDelta",
     "Renderer",
     "SegmentDelta",
     "TextDelta",
+    "ToolCallDelta",
     "Word",
 ]
 
@@ -62,6 +64,31 @@ class TextDelta:
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """New text of what a model thinks before it answers, without tags around it; otherwise as :class:`TextDelta`."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call of one of the task's tools.
+
+    :param index: 0, 1, 2… of the answer's calls, which come one after the other. :param name: of the tool, with the
+        call's first piece; empty after that. :param arguments: a piece of their JSON text.
+    """
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+    tokens: tuple[int, ...] = ()
     stream: str = "text"
 
 
@@ -132,7 +159,9 @@ class ProgressDelta:
     stream: str = "progress"
 
 
-Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta | SegmentDelta | ProgressDelta
+Delta = (
+    TextDelta | ReasoningDelta | ToolCallDelta | AudioDelta | FramesDelta | ArrayDelta | SegmentDelta | ProgressDelta
+)
 
 
 class Renderer(abc.ABC):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from mstar.spec.processor import (
     Delta,
     FramesDelta,
     ProgressDelta,
+    ReasoningDelta,
     SegmentDelta,
     TextDelta,
+    ToolCallDelta,
 )
 from mstar_server.encode import base64_text, channels, pcm16, png, wav
 from mstar_server.protocols import Answer
@@ -35,8 +38,10 @@ def is_heavy(delta: Delta) -> bool:
 def delta_object(delta: Delta, index: int) -> dict[str, Any]:
     """One delta; *index* counts those of its stream."""
     head = {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
-    if isinstance(delta, TextDelta):
+    if isinstance(delta, TextDelta | ReasoningDelta):
         return {**head, "text": delta.text}
+    if isinstance(delta, ToolCallDelta):
+        return {**head, "call": delta.index, "name": delta.name, "arguments": delta.arguments}
     if isinstance(delta, AudioDelta):
         facts = {"encoding": "pcm_s16le", "rate": delta.rate, "channels": channels(delta.samples)}
         return {**head, **facts, "data": base64_text(pcm16(delta.samples))}
@@ -84,6 +89,10 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
 def modality(delta: Delta) -> str:
     if isinstance(delta, TextDelta):
         return "text"
+    if isinstance(delta, ReasoningDelta):
+        return "reasoning"
+    if isinstance(delta, ToolCallDelta):
+        return "tool_call"
     if isinstance(delta, AudioDelta):
         return "audio"
     if isinstance(delta, ArrayDelta):
@@ -96,7 +105,7 @@ def modality(delta: Delta) -> str:
 
 
 def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
-    if kind == "text":
+    if kind in ("text", "reasoning"):
         return [{"text": "".join(part.text for part in parts)}]
     if kind == "audio":
         samples, rate = np.concatenate([part.samples for part in parts]), parts[0].rate
@@ -107,9 +116,15 @@ def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
         return [{"encoding": "png", **_frames([f for part in parts for f in part.frames], parts[0].fps)}]
     if kind == "image":
         return [{"encoding": "png", "data": base64_text(png(frame))} for part in parts for frame in part.frames]
+    if kind == "tool_call":
+        return [_call(list(pieces)) for _, pieces in groupby(parts, key=lambda piece: piece.index)]
     if kind == "segment":
         return [_segment(part) for part in parts]
     return [_array(part.data) for part in parts]
+
+
+def _call(pieces: list[ToolCallDelta]) -> dict[str, Any]:
+    return {"name": pieces[0].name, "arguments": "".join(piece.arguments for piece in pieces)}
 
 
 def _segment(delta: SegmentDelta) -> dict[str, Any]:

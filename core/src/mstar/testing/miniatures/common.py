@@ -139,6 +139,8 @@ class MiniProcessor(Processor):
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         _refuse_media(task)
+        if isinstance(task, EmbeddingTask) and task.dimensions is not None:
+            raise RequestError("dimensions: this model's vectors have one size", param="dimensions")
         knobs = task.knobs
         sampling = {}
         if isinstance(knobs, SamplingKnobs):
