@@ -6,46 +6,18 @@ A chunk is put together from fragments that are encoded once per answer: per tok
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from mstar.spec.errors import RequestError
-from mstar.spec.processor import Processor, TextDelta
+from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.request import TokenLogprob
+from mstar_server.openai.text_answers import Head, finish_reason, texts, usage_object
 from mstar_server.protocols import Answer
 
-__all__ = [
-    "ChatChunks",
-    "Head",
-    "chat_completion",
-    "finish_reason",
-    "logprob_entries",
-    "token_bytes_of",
-    "usage_object",
-]
+__all__ = ["ChatChunks", "chat_completion", "logprob_entries"]
 
 _encode = msgspec.json.Encoder().encode
-_FINISH = {"stop": "stop", "length": "length", "done": "stop", "end_of_input": "stop"}
-
-
-def finish_reason(reason: str | None) -> str:
-    """The engine's finish reason in OpenAI's words; a model's own word is passed on."""
-    return "stop" if reason is None else _FINISH.get(reason, reason)
-
-
-def usage_object(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens of all choices. The prompt, which they share, counts once."""
-    prompt = answers[0].prompt_tokens
-    completion = sum(answer.completion_tokens for answer in answers)
-    first = answers[0].usage
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached if first is not None else 0},
-    }
 
 
 def logprob_entries(logprobs: Sequence[TokenLogprob], token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
@@ -61,25 +33,6 @@ def _entry(token: int, logprob: float, token_bytes: Callable[[int], bytes]) -> d
     data = token_bytes(token)
     # OpenAI's lowest value for "practically impossible" is -9999; JSON has no minus infinity
     return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
-
-
-def token_bytes_of(processor: Processor) -> Callable[[int], bytes]:
-    """How *processor* spells a token: processors that report log-probabilities have ``token_bytes(id) -> bytes``."""
-    found: Callable[[int], bytes] | None = getattr(processor, "token_bytes", None)
-    if found is None:
-        message = "'logprobs' is not supported by this model"
-        raise RequestError(message, param="logprobs", code="unsupported_parameter")
-    return found
-
-
-@dataclass(frozen=True)
-class Head:
-    """What all chunks of an answer, and the answer itself, have in common."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
 
 
 class ChatChunks:
@@ -99,25 +52,27 @@ class ChatChunks:
         }
         self._prefix = b"data: " + _encode(common)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        self._token_bytes = token_bytes
+        self._token_bytes, self._usage = token_bytes, usage
         self.keepalive = self._choice(0, b'{"content":""}')
 
-    def role(self, index: int) -> bytes:
+    def begin(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":""}')
 
-    def text(self, index: int, delta: TextDelta) -> bytes:
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if not isinstance(delta, TextDelta) or not (delta.text or delta.logprobs):
+            return b""
         logprobs = b"null"
         if self._token_bytes is not None and delta.logprobs:
             entries = logprob_entries(delta.logprobs, self._token_bytes)
             logprobs = _encode({"content": entries, "refusal": None})
         return self._choice(index, b'{"content":' + _encode(delta.text) + b"}", logprobs)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, answer: Answer) -> bytes:
         # an empty text rather than no field: some clients choke on a delta with neither role nor content
-        return self._choice(index, b'{"content":""}', finish=_encode(reason))
+        return self._choice(index, b'{"content":""}', finish=_encode(finish_reason(answer.finish_reason)))
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n"
+    def usage(self, answers: Sequence[Answer]) -> bytes:
+        return self._prefix + b'],"usage":' + _encode(usage_object(answers)) + b"}\n\n" if self._usage else b""
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -128,13 +83,13 @@ class ChatChunks:
 def chat_completion(
     head: Head,
     answers: Sequence[Answer],
-    deltas: Sequence[Sequence[TextDelta]],
+    deltas: Sequence[Sequence[Delta]],
     token_bytes: Callable[[int], bytes] | None,
 ) -> bytes:
     """The whole answer: one choice per answer, from its *deltas*."""
     choices = []
-    for index, (answer, parts) in enumerate(zip(answers, deltas, strict=True)):
-        logprobs = None
+    for index, (answer, said) in enumerate(zip(answers, deltas, strict=True)):
+        parts, logprobs = texts(said), None
         if token_bytes is not None:
             entries = logprob_entries([item for part in parts for item in part.logprobs], token_bytes)
             logprobs = {"content": entries, "refusal": None}
