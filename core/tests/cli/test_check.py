@@ -470,10 +470,10 @@ def test_a_pool_that_is_too_small_stands_beside_refused_options(windowed: Run, t
 
 
 def test_keys_that_are_no_names_are_faults_among_others(llama: Run, tmp_path: Path) -> None:
-    text = "model: toy-llama\n1: a\nresources: {2: {tokens: 1}}\nengine.runner: eager\nmax_sessions: -1\n"
+    text = "model: toy-llama\n1: a\nresources: {2: {tokens: 1}}\nengine.runner: eager\nmax_sessions: -1\non: 1\n"
     found = facts(llama, deployment(tmp_path, text), "--weights", str(tmp_path / "llama"))
     assert {fault["key"]: fault["line"] for fault in found["faults"]} == {
-        "1": 2, "resources.2": 3, "engine.runner": 4, "max_sessions": 5,
+        "1": 2, "resources.2": 3, "engine.runner": 4, "max_sessions": 5, "on": 6,
     }  # fmt: skip
     assert found["complete"]
 

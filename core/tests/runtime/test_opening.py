@@ -318,3 +318,16 @@ def test_weights_of_a_file_that_are_not_there_have_its_line(tmp_path: Path) -> N
         opened(with_defaults(), tmp_path, file="max_sessions: 1\nweights: nowhere\n")
     place = tmp_path / "deployment.yaml"
     assert str(caught.value) == f"{place}:2: weights: there is no folder '{tmp_path / 'nowhere'}'"
+
+
+@pytest.mark.parametrize(
+    ("weights", "fault"),
+    [("~nobody-has-this-name/x", "there is no folder '"), ("9" * 5000, "cannot be looked at: File name too long")],
+)
+def test_weights_that_no_folder_can_be_are_a_fault_with_their_line(weights: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        opened(with_defaults(), tmp_path, file=f"weights: '{weights}'\n")
+    assert f"{tmp_path / 'deployment.yaml'}:1: weights: " in str(caught.value)
+    assert fault in str(caught.value)
+    with pytest.raises(WeightsError):
+        opened(with_defaults(), tmp_path, {"weights": weights})

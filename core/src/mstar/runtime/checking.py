@@ -51,7 +51,14 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
-from mstar.weights.sources import SourceContext, check_checkpoint, check_override, parse_override, present_weights
+from mstar.weights.sources import (
+    SourceContext,
+    check_checkpoint,
+    check_override,
+    expanded,
+    parse_override,
+    present_weights,
+)
 from mstar.worker import build
 from mstar.worker.memory import free_memory
 
@@ -305,7 +312,7 @@ def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: 
     if weights is not None:
         ref = parse_override(weights)
         if ref.source == "path":
-            return Path(ref.id).expanduser()
+            return expanded(ref.id)
     return present_weights(spec, weights, registry.weight_source, SourceContext.of(settings))
 
 

@@ -7,6 +7,7 @@ both are faults with their lines.
 from __future__ import annotations
 
 import importlib.resources
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import yaml
 
 from mstar.spec.errors import DeploymentError, FaultFound, SetupError
 from mstar.spec.model import ModelSpec
-from mstar.weights.sources import HUB_ID
+from mstar.weights.sources import HUB_ID, expanded
 
 __all__ = [
     "Written",
@@ -32,7 +33,7 @@ _DEEPEST = 32
 """Levels of a deployment; none needs more than a handful."""
 _MOST = 10_000
 """Keys and values, those counted again that an alias repeats: a few lines of aliases can stand for millions."""
-_MERGE = "tag:yaml.org,2002:merge"
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def file_deployment(spec: ModelSpec, file: str | Path | None) -> Written:
         faults = (*faults, ("model", f"this is the deployment of {named!r}, not of {spec.key!r}"))
     weights = values.get("weights")
     if isinstance(weights, str) and weights:
-        beside = (Path(file).parent / Path(weights).expanduser()).absolute()
-        if beside.exists() or HUB_ID.fullmatch(weights) is None:
+        beside = (Path(file).parent / expanded(weights)).absolute()
+        if os.path.exists(beside) or HUB_ID.fullmatch(weights) is None:  # raises for no name
             values["weights"] = str(beside)
     return Written(values, written.lines, faults)
 
@@ -192,6 +193,8 @@ class _Walk:
         found: dict[str, list[int]] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
+                if key.tag != _MERGE:
+                    key.tag = _TEXT  # "on" and "1" are names like others here
                 found.setdefault(key.value, []).append(key.start_mark.line + 1)
         for name, lines in found.items():
             self.lines.setdefault(f"{prefix}{name}", lines[-1])

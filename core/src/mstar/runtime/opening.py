@@ -157,8 +157,9 @@ def find_model(key: str, registry: Registry, config: str | Path | None = None) -
         return registry.model(key)
     except SetupError:
         if config is not None:
-            required = read_file(config).values.get("required_plugins") or ()
-            require_plugins(map(str, [required] if isinstance(required, str) else required), registry.plugins)
+            required = read_file(config).values.get("required_plugins")
+            lines = [required] if isinstance(required, str) else required if isinstance(required, list) else []
+            require_plugins(map(str, lines), registry.plugins)
         raise
 
 
