@@ -74,13 +74,14 @@ Part = Text | Image | Audio | Video | File
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. ``content`` keeps the client's order of parts."""
+    """One turn. ``content`` keeps the client's order of parts. *reasoning*: what an assistant thought before it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: tuple[Part, ...] = ()
     tool_calls: Sequence[Mapping[str, Any]] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(Task):
+    """A conversation to go on with.
+
+    :param tools: as OpenAI spells them (``{"type": "function", "function": {"name", "description", "parameters"}}``).
+    :param tool_choice: ``None`` or ``auto`` (the model's choice), ``none``, ``required``, or one tool, as OpenAI spells
+        it (``{"type": "function", "function": {"name"}}``). :param parallel_tool_calls: false: at most one call.
+    """
+
     messages: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     response_format: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
 

@@ -22,21 +22,18 @@ from mstar_server.openai.text_request import (
     samples,
     stop_strings,
 )
+from mstar_server.openai.tools import read_tools, tool_choice
 from mstar_server.options import ServerOptions
 
 __all__ = ["ChatAdapter"]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "moderation": (),
 }
@@ -59,9 +56,14 @@ class ChatAdapter:
                 message = f"{name!r} is not supported by {self.spec.key!r} on this route"
                 raise RequestError(message, param=name, code="unsupported_parameter")
         check_stream_options(body)
+        tools = read_tools(body.tools)
         task = ChatTask(
             knobs=knob_values(body, self.spec.knobs),
             messages=self._messages(body.messages),
+            tools=tools,
+            tool_choice=tool_choice(body.tool_choice, tools),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            response_format=body.response_format,
             want=("text",),
             stop=stop_strings(body.stop),
             include_stop=bool(body.include_stop_str_in_output),
@@ -94,7 +96,8 @@ class ChatAdapter:
             content = (Text(message.content),)
         else:
             content = tuple(self._part(p, f"{where}.content[{i}]") for i, p in enumerate(message.content))
-        return Message(message.role, content, calls, message.tool_call_id, message.name)
+        reasoning = message.reasoning_content or message.reasoning or ""
+        return Message(message.role, content, calls, message.tool_call_id, message.name, reasoning)
 
     def _part(self, part: ContentPart, where: str) -> Part:
         value = getattr(part, part.type)

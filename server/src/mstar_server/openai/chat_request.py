@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, nearest
+from mstar.spec.knobs import Knobs
 from mstar_server.openai.text_request import TextRequest, Whole
 
 __all__ = ["ChatMessage", "ChatRequest", "ContentPart"]
@@ -46,6 +47,8 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="What an assistant thought, as the answer said it.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
@@ -68,7 +71,10 @@ class ChatRequest(TextRequest):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(None, description="For models that have a knob of this name.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extension: knobs that the chat template reads, `enable_thinking` say."
+    )
     verbosity: str | None = None
     moderation: dict[str, Any] | None = None
 
@@ -86,3 +92,15 @@ class ChatRequest(TextRequest):
             message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) differ: send one of them"
             raise RequestError(message, param="max_tokens")
         return ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+
+    def further_knobs(self, knobs: type[Knobs]) -> dict[str, Any]:
+        found = {}
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if name not in knobs.model_fields:
+                where = f"chat_template_kwargs.{name}"
+                message = f"unknown parameter {where!r}{nearest(name, knobs.model_fields)}"
+                raise RequestError(message, param=where, code="unknown_parameter")
+            found[name] = value
+        if self.reasoning_effort is not None and "reasoning_effort" in knobs.model_fields:
+            found["reasoning_effort"] = self.reasoning_effort
+        return found

@@ -163,8 +163,9 @@ def finish_reason(reason: str | None) -> str:
     return "stop" if reason is None else _FINISH.get(reason, reason)
 
 
-def usage_object(answers: Sequence[Answer], samples: int | None = None) -> dict[str, Any]:
-    """Tokens of all answers. A prompt that *samples* answers (default: all) share counts once."""
+def usage_object(answers: Sequence[Answer], samples: int | None = None, reasoning: int = 0) -> dict[str, Any]:
+    """Tokens of all answers, *reasoning* of them thoughts. A prompt that *samples* answers (default: all) share counts
+    once."""
     leaders = answers[:: samples or len(answers)]
     prompt = sum(answer.prompt_tokens for answer in leaders)
     completion = sum(answer.completion_tokens for answer in answers)
@@ -174,6 +175,7 @@ def usage_object(answers: Sequence[Answer], samples: int | None = None) -> dict[
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 

@@ -68,6 +68,10 @@ class TextRequest(BaseModel):
     )
     user: Any = Field(None, description="Accepted and ignored.")
 
+    def further_knobs(self, knobs: type[Knobs]) -> dict[str, Any]:
+        """What other fields of the request say in *knobs*' words."""
+        return {}
+
     def token_limit(self) -> tuple[str, int | None]:
         """The field that bounds the answer's tokens, and its value."""
         return "max_tokens", self.max_tokens
@@ -82,6 +86,7 @@ _KNOBS = (
 def knob_values(body: TextRequest, knobs: type[Knobs]) -> Knobs:
     """The knobs that the client set, validated as the model wants them. A field sent as ``null`` counts as not sent."""
     values = {name: value for name in _KNOBS if (value := getattr(body, name)) is not None}
+    values |= body.further_knobs(knobs)
     field, limit = body.token_limit()
     if limit is not None:
         values["max_tokens"] = limit
