@@ -23,9 +23,10 @@ Every command answers `--help`. Exit status: 0 when all is well; 1 when a fault 
 deployment file, by whichever command; by `doctor` in something essential; or a request failed in the engine); 2 when
 the command cannot be carried out as it was typed (a word, a value, a setting, a file that is not there, terms to
 accept); 130 after Ctrl-C; 141 when whoever read the output has left. Answers go to standard output, everything else
-to standard error. An unknown command, option, model, parameter or key of a file is answered with the nearest one that
-exists. What a family's own code raises is one sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the
-traceback.
+to standard error, what the code of plugins and models prints too. A character that the terminal's encoding lacks comes
+out as `?`, in JSON as an escape. An unknown command, option, model, parameter or key of a file is answered with the
+nearest one that exists. What a family's own code raises is one sentence with its file and line;
+`MSTAR_LOG_LEVEL=debug` shows the traceback.
 
 `eval "$(mstar completion bash)"` (or zsh, fish) completes commands, models, options, their values, the parameters of
 the chosen model for `--set`, and files.
