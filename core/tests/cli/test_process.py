@@ -29,7 +29,7 @@ class Renderer(MiniRenderer):
 
 class Processor(MiniProcessor):
     def renderer(self, task, prepared):
-        return Renderer({"text": "text"})
+        return Renderer({"text": "text"}, task)
 
 @mstar.hookimpl
 def mstar_models():

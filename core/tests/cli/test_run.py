@@ -41,7 +41,7 @@ class Chatty(MiniProcessor):
         return super().prepare(task, request_id)
 
     def renderer(self, task, prepared):
-        return MiniRenderer({"text": "text"})
+        return MiniRenderer({"text": "text"}, task)
 
 class ChattyModel(Chat):
     def build(self, node):

@@ -24,6 +24,7 @@ __all__ = [
     "ProcessorContext",
     "Renderer",
     "TextDelta",
+    "modality",
 ]
 
 
@@ -90,6 +91,17 @@ class ArrayDelta:
 
 
 Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta
+
+
+def modality(delta: Delta) -> str:
+    """What a client calls it: one of ``ModelSpec.outputs``."""
+    if isinstance(delta, TextDelta):
+        return "text"
+    if isinstance(delta, AudioDelta):
+        return "audio"
+    if isinstance(delta, ArrayDelta):
+        return delta.modality
+    return "image" if delta.fps is None else "video"
 
 
 class Renderer(abc.ABC):

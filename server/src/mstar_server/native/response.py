@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar.spec.processor import AudioDelta, Delta, FramesDelta, TextDelta, modality
 from mstar_server.encode import base64_text, channels, pcm16, png, wav
 from mstar_server.protocols import Answer
 
@@ -63,16 +63,6 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "usage": usage_object(answer),
     }
-
-
-def modality(delta: Delta) -> str:
-    if isinstance(delta, TextDelta):
-        return "text"
-    if isinstance(delta, AudioDelta):
-        return "audio"
-    if isinstance(delta, ArrayDelta):
-        return delta.modality
-    return "image" if delta.fps is None else "video"
 
 
 def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
