@@ -84,6 +84,15 @@ def test_a_wrong_knob_is_named(model: Local) -> None:
         model.chat("hello", coun=4)
 
 
+@pytest.mark.parametrize("want", [("text", "adio"), "adio"])
+def test_an_output_that_the_model_does_not_make_is_refused(model: Local, want: Any) -> None:
+    for ask in (model.chat, model.generate):
+        with pytest.raises(RequestError, match="does not make 'adio'; known: ") as caught:
+            ask("hello", want=want)
+        assert (caught.value.param, caught.value.status) == ("want", 400)
+    assert not runs(model)
+
+
 async def test_the_twins_for_a_running_loop(model: Local) -> None:
     first, second = await asyncio.gather(model.achat("hello", count=3), model.agenerate("hello", count=4))
     assert first == "0 1 2 "

@@ -18,7 +18,7 @@ from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.knobs import read_options
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Done, Event, Failed, Push
@@ -143,9 +143,11 @@ class Service:
 
         :param request_id: must not be in use. Default: a random one.
         :param sibling_of: id of a running request with the very same prompt, whose prompt state is shared.
-        :raises RequestError: the task is not valid (from the processor), or the id is in use.
+        :raises RequestError: the task is not valid (from the processor), it wants what the model does not make, or the
+            id is in use.
         :raises NotReady: the model is loading, draining, or has failed. :raises TooBusy: the queue is full.
         """
+        check_wanted(self.spec, task.want)
         request_id = request_id or uuid.uuid4().hex
         self._check_open(request_id)
         self._open.add(request_id)

@@ -29,6 +29,7 @@ __all__ = [
     "TextDelta",
     "ToolCallDelta",
     "Word",
+    "modality",
 ]
 
 
@@ -162,6 +163,25 @@ class ProgressDelta:
 Delta = (
     TextDelta | ReasoningDelta | ToolCallDelta | AudioDelta | FramesDelta | ArrayDelta | SegmentDelta | ProgressDelta
 )
+
+
+def modality(delta: Delta) -> str:
+    """What clients call it: one of ``ModelSpec.outputs``, or what goes with one (``reasoning``, ``progress``…)."""
+    if isinstance(delta, TextDelta):
+        return "text"
+    if isinstance(delta, ReasoningDelta):
+        return "reasoning"
+    if isinstance(delta, ToolCallDelta):
+        return "tool_call"
+    if isinstance(delta, AudioDelta):
+        return "audio"
+    if isinstance(delta, ArrayDelta):
+        return delta.modality
+    if isinstance(delta, SegmentDelta):
+        return "segment"
+    if isinstance(delta, ProgressDelta):
+        return "progress"
+    return "image" if delta.fps is None else "video"
 
 
 class Renderer(abc.ABC):

@@ -12,7 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.tasks import File, GenerateTask, Part
 from mstar_server.errors import validation_fault
 from mstar_server.media import decode_base64, decode_file, split_data_url
@@ -213,10 +213,7 @@ def make_task(
     """The task for *spec*'s model. Decodes the files: call it in a thread when there are any."""
     if request.stray is not None:
         raise _misplaced(request.stray, spec)
-    for word in request.output_modalities:
-        if word not in spec.outputs:
-            message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
-            raise RequestError(message, param="output_modalities", code="unsupported_modality")
+    check_wanted(spec, request.output_modalities, "output_modalities")
     knobs = validate_knobs(spec.knobs, dict(request.model_kwargs), where="model_kwargs.")
     return GenerateTask(
         knobs=knobs,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from mstar.spec.processor import (
-    ArrayDelta,
     AudioDelta,
     Delta,
     FramesDelta,
@@ -23,6 +22,7 @@ from mstar.spec.processor import (
     SegmentDelta,
     TextDelta,
     ToolCallDelta,
+    modality,
 )
 from mstar_server.encode import base64_text, channels, pcm16, png, wav
 from mstar_server.protocols import Answer
@@ -84,24 +84,6 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "usage": usage_object(answer),
     }
-
-
-def modality(delta: Delta) -> str:
-    if isinstance(delta, TextDelta):
-        return "text"
-    if isinstance(delta, ReasoningDelta):
-        return "reasoning"
-    if isinstance(delta, ToolCallDelta):
-        return "tool_call"
-    if isinstance(delta, AudioDelta):
-        return "audio"
-    if isinstance(delta, ArrayDelta):
-        return delta.modality
-    if isinstance(delta, SegmentDelta):
-        return "segment"
-    if isinstance(delta, ProgressDelta):
-        return "progress"
-    return "image" if delta.fps is None else "video"
 
 
 def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:

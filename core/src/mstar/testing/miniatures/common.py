@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from mstar.processing.text import TextRenderer
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
 from mstar.spec.model import Ability, Licence, ModelSpec
@@ -21,9 +22,8 @@ from mstar.spec.processor import (
     Prepared,
     Processor,
     Renderer,
-    TextDelta,
 )
-from mstar.spec.request import Emit, EngineRequest, SamplingParams
+from mstar.spec.request import Done, Emit, EngineRequest, SamplingParams
 from mstar.spec.tasks import (
     ChatTask,
     CompletionTask,
@@ -171,12 +171,12 @@ class MiniProcessor(Processor):
             session=task.session,
             tenant=task.tenant,
         )
-        return Prepared(request, prompt_tokens=len(inputs.get("prompt", ())))
+        return Prepared(request, prompt_tokens=len(encode(text_of(task))) if inputs else 0)
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         from mstar.testing.miniatures import miniature
 
-        return MiniRenderer(miniature(self.context.spec.key).streams)
+        return MiniRenderer(miniature(self.context.spec.key).streams, task)
 
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
@@ -204,14 +204,22 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 
 
 class MiniRenderer(Renderer):
-    def __init__(self, streams: Mapping[str, str]):
+    """*task*'s stop strings end the answer, whichever stream of text they are in."""
+
+    def __init__(self, streams: Mapping[str, str], task: Task):
         self.streams = streams
+        self._texts = {
+            stream: TextRenderer(decode, task.stop, task.include_stop, stream=stream)
+            for stream, modality in streams.items()
+            if modality == "text"
+        }
 
     def feed(self, event: Emit) -> Iterable[Delta]:
         modality = self.streams[event.stream]
         if modality == "text":
-            ids = tuple(event.data)
-            yield TextDelta(decode(ids), ids, tuple(event.logprobs or ()), event.stream)
+            text = self._texts[event.stream]
+            yield from text.feed(event)
+            self.finished = text.finished
         elif modality == "audio":
             yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
         elif modality == "image":
@@ -219,3 +227,7 @@ class MiniRenderer(Renderer):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
         else:
             yield ArrayDelta(np.asarray(event.data), modality, event.stream)
+
+    def finish(self, done: Done | None) -> Iterable[Delta]:
+        for text in self._texts.values():
+            yield from text.finish(done)
