@@ -8,6 +8,7 @@ from typing import Any
 
 from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar_server.hooks import adapters
+from mstar_server.media.decoder import Media
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 
@@ -35,6 +36,7 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar mounted: paths of the routes that this server has.
+    :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     """
 
     def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
@@ -42,7 +44,12 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
+        self.media = Media(options)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
+
+    async def close(self) -> None:
+        """Free what the state holds beside the models, which it neither starts nor stops."""
+        await self.media.close()
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""

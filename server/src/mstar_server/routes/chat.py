@@ -17,9 +17,10 @@ from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import TextDelta
-from mstar.spec.tasks import Task
+from mstar.spec.tasks import Part, Task
 from mstar_server.answers import Merged, begin, cancel, start, unless_gone
 from mstar_server.errors import as_request_error, error_object
+from mstar_server.openai.chat_media import chat_media
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import (
     ChatChunks,
@@ -44,10 +45,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
+        sampling = getattr(adapter, "sampling", None)
+        media: dict[str, Part] = {}
         if any(isinstance(message.content, list) for message in body.messages):
-            tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
-        else:
-            tasks = adapter.tasks(body)
+            media = await unless_gone(request, chat_media(body.messages, service.spec, state.media, sampling))
+        tasks = adapter.tasks(body, media)
     _check_choices(service, len(tasks))
     head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.spec.key, fingerprint(service.spec))
     token_bytes = token_bytes_of(service.processor) if body.logprobs else None
