@@ -1,11 +1,11 @@
 """The media of a chat request, decoded before its adapter sees it.
 
-The contract with adapters, the server's own and a family's: the route awaits :func:`chat_media` and calls
-``adapter.tasks(body, media)``. *media* maps the place of each content part that is a file
+The contract with adapters, the server's own and a family's: the route awaits :func:`chat_tasks`, which has the files
+decoded and calls ``adapter.tasks(body, media)``. *media* maps the place of each content part that is a file
 (``"messages[0].content[1]"``) to its decoded :data:`~mstar.spec.tasks.Part`; ``tasks`` itself decodes, fetches and
 waits for nothing. An adapter may have an attribute ``sampling``, a :class:`~mstar_server.media.limits.Sampling`: which
-frames of a video its model wants. Adapters of other routes have the same signature; there the places are the fields of
-the form or of the body.
+frames of a video its model wants. Adapters of other routes that carry files have the same signature; there the places
+are the fields of the form or of the body.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
-from mstar.spec.tasks import File, Part
+from mstar.spec.tasks import File, Part, Task
 from mstar_server.media.decoder import MODALITIES, Item, Media
 from mstar_server.media.kinds import AUDIO_FORMATS, IMAGE_FORMATS, VIDEO_FORMATS
 from mstar_server.media.limits import Sampling
 from mstar_server.media.values import decode_base64
-from mstar_server.openai.chat_request import ChatMessage, ContentPart
+from mstar_server.openai.chat_request import ChatMessage, ChatRequest, ContentPart
 from mstar_server.options import ServerOptions
 
-__all__ = ["MEDIA_PARTS", "chat_media"]
+__all__ = ["MEDIA_PARTS", "chat_media", "chat_tasks"]
 
 MEDIA_PARTS: Mapping[str, str] = {
     "image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "file",
@@ -31,6 +31,15 @@ MEDIA_PARTS: Mapping[str, str] = {
 """Type of a content part that is a file → what it holds; ``file``: what its bytes say."""
 
 _MAX_FPS = 240.0
+
+
+async def chat_tasks(adapter: Any, body: ChatRequest, spec: ModelSpec, media: Media) -> Sequence[Task]:
+    """What *adapter* makes of *body*, once the files of it are decoded. Raises :class:`RequestError`."""
+    found: dict[str, Part] = {}
+    if any(isinstance(message.content, list) for message in body.messages):
+        found = await chat_media(body.messages, spec, media, getattr(adapter, "sampling", None))
+    tasks: Sequence[Task] = adapter.tasks(body, found)
+    return tasks
 
 
 async def chat_media(
