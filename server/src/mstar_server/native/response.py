@@ -1,7 +1,8 @@
 """The native answer: one JSON object, or one object per delta.
 
-Audio is signed 16-bit: a WAV file when whole, bare PCM (``pcm_s16le``) in deltas. Images are PNG files. A video is its
-frames as PNG files with their rate. Arrays are nested lists with dtype and shape; a number that is not finite is null.
+In JSON audio is signed 16-bit: a WAV file when whole, bare PCM (``pcm_s16le``) in deltas. Images are PNG files. A video
+is its frames as PNG files with their rate. Arrays are nested lists with dtype and shape; a number that is not finite is
+null. In msgpack all of them are arrays: dtype, shape and the bytes, as the model made them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ from typing import Any
 
 import numpy as np
 
+from mstar.spec.errors import RequestError
 from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
 from mstar_server.encode import base64_text, channels, pcm16, png, wav
+from mstar_server.errors import error_object
 from mstar_server.protocols import Answer
 
-__all__ = ["delta_object", "done_object", "is_heavy", "whole_object"]
+__all__ = ["delta_arrays", "delta_object", "done_object", "error_event", "is_heavy", "whole_object"]
+
+_HEAVY_NUMBERS = 1 << 15
 
 
 def is_heavy(delta: Delta) -> bool:
-    """Encoding *delta* takes milliseconds: do it in a thread."""
-    return isinstance(delta, FramesDelta)
+    """Encoding *delta* in JSON takes milliseconds: do it in a thread."""
+    return isinstance(delta, FramesDelta) or (isinstance(delta, ArrayDelta) and delta.data.size > _HEAVY_NUMBERS)
 
 
 def delta_object(delta: Delta, index: int) -> dict[str, Any]:
-    """One delta; *index* counts those of its stream."""
-    head = {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
+    """One delta in JSON; *index* counts those of its stream."""
+    head = _head(delta, index)
     if isinstance(delta, TextDelta):
         return {**head, "text": delta.text}
     if isinstance(delta, AudioDelta):
@@ -34,6 +39,26 @@ def delta_object(delta: Delta, index: int) -> dict[str, Any]:
     if isinstance(delta, FramesDelta):
         return {**head, "encoding": "png", **_frames(delta.frames, delta.fps)}
     return {**head, **_array(delta.data)}
+
+
+def delta_arrays(delta: Delta, index: int) -> dict[str, Any]:
+    """One delta in msgpack: audio is float32, frames are uint8 ``[n, H, W, 3]``, nothing is encoded."""
+    head = _head(delta, index)
+    if isinstance(delta, TextDelta):
+        return {**head, "text": delta.text}
+    if isinstance(delta, AudioDelta):
+        return {**head, "rate": delta.rate, **_raw(np.asarray(delta.samples, np.float32))}
+    if isinstance(delta, FramesDelta):
+        rate = {} if delta.fps is None else {"fps": delta.fps}
+        return {**head, **rate, **_raw(np.asarray(delta.frames, np.uint8))}
+    return {**head, **_raw(delta.data)}
+
+
+def error_event(error: RequestError) -> dict[str, Any]:
+    """*error* where no status line can be sent any more, with the status that it would have had."""
+    retry_after = getattr(error, "retry_after", None)
+    later = {} if retry_after is None else {"retry_after": retry_after}
+    return {"type": "error", "status": error.status, **later, **error_object(error)}
 
 
 def done_object(answer: Answer, reason: str | None = None) -> dict[str, Any]:
@@ -63,6 +88,10 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "usage": usage_object(answer),
     }
+
+
+def _head(delta: Delta, index: int) -> dict[str, Any]:
+    return {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
 
 
 def modality(delta: Delta) -> str:
@@ -99,3 +128,8 @@ def _frames(frames: Any, fps: float | None) -> dict[str, Any]:
 
 def _array(data: Any) -> dict[str, Any]:
     return {"dtype": str(data.dtype), "shape": list(data.shape), "data": data.tolist()}
+
+
+def _raw(data: Any) -> dict[str, Any]:
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return {"dtype": data.dtype.name, "shape": list(data.shape), "data": little.tobytes()}
