@@ -186,7 +186,8 @@ def test_a_client_that_vanishes_holds_nothing(server: Server, key: str) -> None:
                 opening = {"id": name, "model": key, "live": [stream]}
                 socket.send(write({**opening, "append": {stream: packed(np.ones(shape, np.float32))}}, "msgpack"))
                 read(socket.recv(timeout=30))
-        assert server.http.get("/health").json()["models"][key]["worker"]["running"] == 8
+        while server.http.get("/health").json()["models"][key]["worker"]["running"] < 8:
+            time.sleep(0.01)
         for socket in sockets:
             linger = struct.pack("ii", 1, 0)  # close() sends a reset
             socket.socket.setsockopt(plain_socket.SOL_SOCKET, plain_socket.SO_LINGER, linger)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
-from mstar.spec.tasks import Part, Task
+from mstar.spec.tasks import ChatTask, CompletionTask, Part, Task
 
 __all__ = [
     "ArrayDelta",
@@ -24,6 +24,7 @@ __all__ = [
     "ProcessorContext",
     "Renderer",
     "TextDelta",
+    "Tokenizes",
 ]
 
 
@@ -112,7 +113,7 @@ class Processor(abc.ABC):
     """A family's API side. Methods are called from a thread pool: they may take time but must be thread-safe.
 
     A processor whose model reports log-probabilities also has ``token_bytes(id: int) -> bytes``, the bytes that a token
-    stands for; without it a request for log-probabilities is refused.
+    stands for; without it a request for log-probabilities is refused. One that has a tokenizer is :class:`Tokenizes`.
     """
 
     def __init__(self, context: ProcessorContext):
@@ -134,3 +135,22 @@ class Processor(abc.ABC):
         if isinstance(part, Part):
             raise RequestError(f"stream {stream!r} takes arrays, not {type(part).__name__.lower()}", param=stream)
         return Push(id=request_id, stream=stream, data=part, end=end)
+
+
+@runtime_checkable
+class Tokenizes(Protocol):
+    """What a processor with a tokenizer can do beside: for clients that count or cut a prompt themselves."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+
+    def tokenize(self, task: ChatTask | CompletionTask, special: bool = True) -> list[int]:
+        """Ids of the prompt that *task* becomes. *special*: with what the tokenizer and the family put around a
+        completion's text; a chat's template writes its special tokens itself."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of *ids*, special tokens included. Raises :class:`~mstar.spec.errors.RequestError` for others."""
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """How the tokenizer's vocabulary writes each of *ids*."""
