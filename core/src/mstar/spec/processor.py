@@ -71,6 +71,12 @@ class AudioDelta:
     rate: int
     stream: str = "audio"
 
+    def save(self, path: str | Path) -> None:
+        """Write a 16-bit WAV file."""
+        from mstar.spec.sound import wav
+
+        Path(path).write_bytes(wav(self.samples, self.rate))
+
 
 @dataclass(frozen=True)
 class FramesDelta:
@@ -79,6 +85,23 @@ class FramesDelta:
     frames: Any
     fps: float | None = None
     stream: str = "image"
+
+    def save(self, path: str | Path) -> None:
+        """Write a picture in the format of *path*'s suffix (PNG, JPEG, WebP…), or a video as an animated GIF, WebP or
+        PNG.
+
+        :raises ValueError: the suffix says none of these.
+        """
+        from PIL import Image
+
+        pictures = [Image.fromarray(frame) for frame in self.frames]
+        if len(pictures) == 1:
+            pictures[0].save(path)
+        elif Path(path).suffix.lower() in (".gif", ".webp", ".png"):
+            rest = pictures[1:]
+            pictures[0].save(path, save_all=True, append_images=rest, duration=1000 / (self.fps or 1.0), loop=0)
+        else:
+            raise ValueError(f"{path}: {len(pictures)} frames can be saved as .gif, .webp or .png")
 
 
 @dataclass(frozen=True)
