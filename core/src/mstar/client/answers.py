@@ -14,7 +14,18 @@ import numpy as np
 
 from mstar.runtime.result import Result
 from mstar.spec.errors import NotReady, RequestError, TooBusy
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar.spec.processor import (
+    ArrayDelta,
+    AudioDelta,
+    Delta,
+    FramesDelta,
+    ProgressDelta,
+    ReasoningDelta,
+    SegmentDelta,
+    TextDelta,
+    ToolCallDelta,
+    Word,
+)
 from mstar.spec.request import Usage
 
 __all__ = [
@@ -64,12 +75,26 @@ def delta_of(event: Mapping[str, Any]) -> Delta:
         return AudioDelta(_samples(event), event["rate"], stream)
     if modality in ("image", "video"):
         return FramesDelta(_frames(event), event.get("fps"), stream)
+    if modality == "reasoning":
+        return ReasoningDelta(event["text"], stream=stream)
+    if modality == "tool_call":
+        return ToolCallDelta(event["call"], event["name"], event["arguments"], stream=stream)
+    if modality == "segment":
+        known = {name: event[name] for name in SegmentDelta.__dataclass_fields__ if name in event}
+        words = tuple(Word(**word) for word in known.pop("words", ()))
+        return SegmentDelta(**{**known, "words": words, "tokens": tuple(known.get("tokens", ()))})
+    if modality == "progress":
+        return ProgressDelta(event["step"], event["total"], _preview(event.get("preview")), stream)
     return ArrayDelta(_array(event), modality, stream)
 
 
 def result_of(body: Mapping[str, Any]) -> Result:
     """The result in the whole answer of ``/generate``."""
-    deltas = [delta_of({**item, "modality": modality}) for modality, items in body["outputs"].items() for item in items]
+    deltas = [
+        delta_of({"call": number, **item, "modality": modality})
+        for modality, items in body["outputs"].items()
+        for number, item in enumerate(items)
+    ]
     return Result.of(deltas, body["finish_reason"], usage_of(body["usage"]))
 
 
@@ -103,6 +128,12 @@ def _frames(event: Mapping[str, Any]) -> np.ndarray[Any, Any]:
 
     files = event["frames"] if "frames" in event else [event["data"]]
     return np.stack([np.asarray(Image.open(io.BytesIO(_bytes(file))).convert("RGB")) for file in files])
+
+
+def _preview(sent: Any) -> np.ndarray[Any, Any] | None:
+    if isinstance(sent, str):
+        return np.asarray(_frames({"encoding": "png", "data": sent})[0])
+    return None if sent is None else _array(sent)
 
 
 def _array(event: Mapping[str, Any]) -> np.ndarray[Any, Any]:
