@@ -205,7 +205,7 @@ class AsyncClient(Base):
         add_generation_prompt: bool | None = None,
     ) -> list[int]:
         """The tokens of *prompt* or of a chat."""
-        asked = {"model": model or self.model, "prompt": prompt, "messages": messages}
+        asked: dict[str, Any] = {"model": model or self.model, "prompt": prompt, "messages": messages}
         asked |= {"add_special_tokens": add_special_tokens, "add_generation_prompt": add_generation_prompt}
         answer = await self._post("/tokenize", json_content(asked))
         tokens: list[int] = answer["tokens"]
@@ -342,7 +342,7 @@ class AsyncLive:
             live._socket = await live._stack.enter_async_context(connect(client._socket_url, **client._socket_options))
         except InvalidStatus as error:
             response = error.response
-            raise error_of(response.status_code, response.headers, response.body or b"") from None
+            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
         except (OSError, WebSocketException) as error:
             raise unreachable(client.url, error) from None
         await live._send(opening)

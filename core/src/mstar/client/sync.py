@@ -204,7 +204,7 @@ class Client(Base):
         add_generation_prompt: bool | None = None,
     ) -> list[int]:
         """The tokens of *prompt* or of a chat."""
-        asked = {"model": model or self.model, "prompt": prompt, "messages": messages}
+        asked: dict[str, Any] = {"model": model or self.model, "prompt": prompt, "messages": messages}
         asked |= {"add_special_tokens": add_special_tokens, "add_generation_prompt": add_generation_prompt}
         tokens: list[int] = self._post("/tokenize", json_content(asked))["tokens"]
         return tokens
@@ -329,7 +329,7 @@ class Live:
             self._socket = self._stack.enter_context(connect(client._socket_url, **client._socket_options))
         except InvalidStatus as error:
             response = error.response
-            raise error_of(response.status_code, response.headers, response.body or b"") from None
+            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
         except (OSError, WebSocketException) as error:
             raise unreachable(client.url, error) from None
         self._send(opening)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -108,8 +108,8 @@ def _chat(body: TokenizeBody, service: Service, state: ServerState) -> ChatTask:
         message = "'add_special_tokens' is for 'prompt': a chat's template writes its special tokens itself"
         raise RequestError(message, param="add_special_tokens")
     chat = ChatRequest(model=service.spec.key, messages=body.messages or [], tools=body.tools)
-    (task,) = state.adapter("chat", service).tasks(chat)
-    return dataclasses.replace(task, add_generation_prompt=body.add_generation_prompt is not False)
+    tasks: Sequence[ChatTask] = state.adapter("chat", service).tasks(chat)
+    return dataclasses.replace(tasks[0], add_generation_prompt=body.add_generation_prompt is not False)
 
 
 async def _in_thread(service: Service, work: Callable[[], T]) -> T:
