@@ -2,8 +2,9 @@
 
 A server of its own serves the policy among the miniatures, whose step costs almost nothing: what is measured is the way
 from an observation to its actions. Each loop waits for its actions before it sends the next observation, alone and
-beside others, in JSON and in msgpack; then one loop with several observations under way. A camera's picture (uint8, 480 x 640)
-is written and read in both kinds, without a model. The figures go to ``benchmarks/results/control_loop.json``.
+beside others, in JSON and in msgpack; then one loop with several observations under way. A camera's picture (uint8,
+480 x 640) is written and read in both kinds, without a model. The figures go to
+``benchmarks/results/control_loop.json``.
 """
 
 from __future__ import annotations
