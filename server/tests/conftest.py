@@ -68,13 +68,18 @@ class ScriptedAnswer:
         self.said = 0
         self._script = script
         self._pushes: asyncio.Queue[tuple[str, Any, bool]] = asyncio.Queue()
+        self._sent: dict[str, int] = {}
+        self.heard: dict[str, int] = {}
 
     def cancel(self, reason: str = "cancelled") -> None:
         self.reason = reason
         self.cancelled.set()
 
-    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
         await self._pushes.put((stream, part, end))
+        first = self._sent.get(stream, 0)
+        self._sent[stream] = first + (len(part) if isinstance(part, np.ndarray) else int(part is not None))
+        return range(first, self._sent[stream])
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for item in self._script:
@@ -100,6 +105,8 @@ class ScriptedAnswer:
             if pushed is None or pushed[2]:
                 return
             data = pushed[1] * 2 if isinstance(pushed[1], np.ndarray) else np.asarray([len(pushed[1].text)])
+            items = len(pushed[1]) if isinstance(pushed[1], np.ndarray) else 1
+            self.heard = {**self.heard, pushed[0]: self.heard.get(pushed[0], 0) + items}
             yield ArrayDelta(data, stream=pushed[0])
 
     async def _or_cancelled(self, wait: Any) -> Any:

@@ -165,12 +165,6 @@ def test_load_runs_the_real_engine(executor: str) -> None:
         assert "".join(model.chat("abc", max_tokens=5, stream=True)) == first
 
 
-class Ended:
-    """What a result reads of an answer."""
-
-    finish_reason, usage = "done", Usage()
-
-
 def test_a_result_joins_what_belongs_together() -> None:
     frame = np.zeros((1, 2, 2, 3), np.uint8)
     deltas = [
@@ -183,7 +177,7 @@ def test_a_result_joins_what_belongs_together() -> None:
         FramesDelta(frame, 8.0, "video"),
         FramesDelta(np.concatenate([frame, frame]), 8.0, "video"),
     ]
-    result = Result.of(deltas, Ended())  # type: ignore[arg-type]
+    result = Result.of(deltas, "stop", Usage())
     assert (result.text, result.tokens, len(result.logprobs)) == ("ab", (1, 2), 1)
     assert result.audio is not None
     assert result.audio.samples.tolist() == [0, 0, 0, 1, 1]

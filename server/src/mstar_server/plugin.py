@@ -20,9 +20,19 @@ _ADAPTERS = {
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, completions, embeddings, generate, generate_ws, health, models, responses
+    from mstar_server.routes import (
+        chat,
+        completions,
+        embeddings,
+        generate,
+        generate_ws,
+        health,
+        models,
+        responses,
+        tokens,
+    )
 
-    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws)
+    modules = (health, models, chat, completions, responses, embeddings, tokens, generate, generate_ws)
     return [module.router for module in modules]
 
 

@@ -81,11 +81,12 @@ class ServerState:
             raise RequestError(message, param="model", code="model_not_found", status=404)
         return service
 
-    def ready(self, model: str | None, ability: str) -> Service:
-        """The service called *model*, able to do *ability* now. Raises 404, 400 (wrong route) or 503 (not ready)."""
+    def ready(self, model: str | None, ability: str | None) -> Service:
+        """The service called *model*, able to do *ability* now (``None``: what any can). Raises 404, 400 (wrong route)
+        or 503 (not ready)."""
         service = self.find(model)
         spec = service.spec
-        if ability not in spec.abilities:
+        if ability is not None and ability not in spec.abilities:
             routes = [ROUTES[a] for a in spec.abilities if ROUTES[a] in self.mounted]
             there = f"; use {' or '.join(routes)}" if routes else ""
             message = f"the model {spec.key!r} cannot be used on {ROUTES[ability]}{there}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mstar.graph.program import CallOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Op, Plan
-from mstar.graph.streams import Chunk, InnerStream, OutStream
+from mstar.graph.streams import Chunk, Heard, InnerStream, OutStream
 from mstar.graph.values import Ref, as_tensor, torch_dtype
 from mstar.nn.model import Outcome, Run
 from mstar.spec.check import params_of
@@ -40,11 +40,11 @@ class CallRun:
     :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
         earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
     :ivar item: the scheduler's, once it has been told. :ivar flight: the step that runs it, as its row :attr:`index`.
-    :ivar dropped: it was foreseen and is not to be.
+    :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from.
     """
 
     __slots__ = (
-        *("chunks", "done", "dropped", "flight", "index", "inputs", "item"),
+        *("chunks", "done", "dropped", "flight", "heard", "index", "inputs", "item"),
         *("length", "op", "partial", "partition", "run"),
     )
 
@@ -55,6 +55,7 @@ class CallRun:
         self.item: Any = None
         self.flight: Any = None
         self.index, self.dropped = 0, False
+        self.heard = partition.heard
 
     @property
     def remaining(self) -> int:
@@ -81,6 +82,7 @@ class _Partition:
     __slots__ = (
         "ahead",
         "finished",
+        "heard",
         "joins",
         "loops",
         "name",
@@ -102,6 +104,7 @@ class _Partition:
         self.reason = "done"
         self.finished = False
         self.ahead: CallRun | None = None
+        self.heard: Heard = {}
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[str | int, ...]) -> bool:
@@ -128,6 +131,7 @@ class RequestRun:
     ):
         self.plan, self.request, self.device, self.dtype = plan, request, device, dtype
         self._emit = emit
+        self.live = bool(request.client_streams)  # what is emitted says which input it was computed from
         graph = plan.graph
         self.ready: list[CallRun] = []
         self.void: list[CallRun] = []
@@ -225,7 +229,7 @@ class RequestRun:
             self.values[value] = outputs[port]
         changed = bool(call.op.pulls)  # a pull may have made room for a writer
         for port, name in spec.emit.items():
-            changed |= self._write(name, outputs[port], logprobs)
+            changed |= self._write(name, outputs[port], logprobs, call.heard)
         self._advance(call.partition, call.op.next)
         if call.partition.ahead is not None:
             self.void.append(call.partition.ahead)
@@ -233,18 +237,19 @@ class RequestRun:
         if changed:
             self._poke()
 
-    def _write(self, name: str, ref: Ref, logprobs: list[TokenLogprob] | None) -> bool:
+    def _write(self, name: str, ref: Ref, logprobs: list[TokenLogprob] | None, heard: Heard) -> bool:
         out = self.out.get(name)
         if out is None:
             stream = self.inner[name]
             rank = len(stream.spec.port.shape)
             value = ref.tensor()
-            stream.write(value if value.ndim > rank else value[None])
+            stream.write(value if value.ndim > rank else value[None], heard)
             return True
         data, count = out.payload(ref)
         if count:
             seq = out.sent(count, time.monotonic())
-            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs))
+            told = dict(heard) if self.live else None
+            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs, heard=told))
         return False
 
     def _next_walk(self, partition: _Partition, outcome: Outcome | None) -> None:
@@ -488,7 +493,7 @@ class RequestRun:
     def _call(
         self, partition: _Partition, op: CallOp, values: Mapping[str, Ref], loops: Mapping[LoopOp, int]
     ) -> CallRun:
-        chunks = {pull.stream: self._pull(pull) for _, pull in op.pulls}
+        chunks = {pull.stream: self._pull(pull, partition) for _, pull in op.pulls}
         inputs = self._inputs(op, values, loops, chunks)
         length = 1
         if op.primary is not None and inputs[op.primary] is not None:
@@ -517,9 +522,12 @@ class RequestRun:
                 inputs[port] = chunks[source.stream].last
         return inputs
 
-    def _pull(self, pull: Pull) -> Chunk:
+    def _pull(self, pull: Pull, partition: _Partition) -> Chunk:
         stream = self.inner[pull.stream]
         if stream.ready():
-            return stream.pull()
+            chunk = stream.pull()
+            if self.live:
+                partition.heard = stream.heard(partition.heard)
+            return chunk
         length = 1 if stream.ended and pull.at_end == "pad" else 0
         return stream.blank(length, self.device, torch_dtype(stream.spec.port.dtype, self.dtype))

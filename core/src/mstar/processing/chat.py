@@ -154,6 +154,22 @@ class TextProcessor(Processor):
         """For log-probabilities: the bytes that *token* stands for."""
         return self.tokenizer.token_bytes(token)
 
+    # --- tokens for clients -------------------------------------------------------------------------------------------
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.context
+
+    def tokenize(self, task: ChatTask | CompletionTask, special: bool = True) -> list[int]:
+        if not special and isinstance(task, CompletionTask) and isinstance(task.prompt, str):
+            return self.tokenizer.encode(task.prompt, special=False)
+        return self.prompt_ids(task)[0]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(self._checked(ids, "tokens"), skip_special=False)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return self.tokenizer.tokens(ids)
+
     # --- prompts ------------------------------------------------------------------------------------------------------
     def prompt_ids(self, task: Task) -> tuple[list[int], str]:
         """The prompt's ids, and the name of the field that it came from, for errors about its length.
@@ -195,12 +211,15 @@ class TextProcessor(Processor):
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if prompt else []
-        for i, token in enumerate(prompt):
+        return self._checked(prompt, "prompt")
+
+    def _checked(self, ids: Sequence[int], param: str) -> list[int]:
+        for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.limits.vocab:
                 raise RequestError(
-                    f"prompt[{i}]: {token!r} is no token id (0 to {self.limits.vocab - 1})", param=f"prompt[{i}]"
+                    f"{param}[{i}]: {token!r} is no token id (0 to {self.limits.vocab - 1})", param=f"{param}[{i}]"
                 )
-        return list(prompt)
+        return list(ids)
 
     def _generate(self, task: GenerateTask) -> list[int]:
         if task.live:

@@ -137,6 +137,8 @@ class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """Items of one stream to the client. For streams of ``tokens`` modality *data* is a list of ints.
 
     :param seq: 0, 1, 2… within the stream.
+    :param heard: client stream → how many of its items had been read for what this was computed from, through however
+        many partitions. ``None`` for a request without live input.
     """
 
     id: str
@@ -144,6 +146,7 @@ class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     seq: int
     data: Any
     logprobs: list[TokenLogprob] | None = None
+    heard: dict[str, int] | None = None
 
 
 class Done(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
