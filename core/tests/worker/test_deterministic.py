@@ -55,7 +55,7 @@ def test_on_a_gpu_dtype_and_resources_are_looked_at() -> None:
 
 
 def test_steps_over_frozen_contexts_are_refused() -> None:
-    (found,) = faults("mini_rollout", LLM, CUDA, torch.bfloat16)
+    (found,) = faults("mini_unified", LLM, CUDA, torch.bfloat16)
     assert "entry 'imagine': steps over frozen 'kv'" in found
 
 
