@@ -91,9 +91,9 @@ def _compile(module: nn.Module, node: str, path: str, options: dict[str, Any] | 
         try:
             return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise CompileFault(
-                f"node {node!r}, layer {path!r} cannot be compiled: {lines[0]}; set engine.compile: false"
+                f"node {node!r}, layer {path!r} cannot be compiled: {' '.join(lines[:2])}; set engine.compile: false"
             ) from error
 
     module.forward = forward
