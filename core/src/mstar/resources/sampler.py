@@ -107,6 +107,7 @@ class SamplerResource(SlotResource):
 
     kind = "sampler"
     speculates = True
+    batch_invariant = True
     capturable = True
     capturable_chunks = True
     spec: Sampler

@@ -61,6 +61,16 @@ class EngineOptions(_Section):
     trace: str | None = Field(
         None, description="File for a timeline of host, device and requests; an earlier one becomes `NAME.old.json`."
     )
+    deterministic: bool = Field(
+        False,
+        description="A request's tokens are the same alone and in any batch, however its prompt is cut: on a GPU with "
+        "slower kernels of M*'s own, on the CPU in float32 anyway. What cannot be so is refused at the start.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the layers of the nodes with `torch.compile`, at their first step; what was compiled is "
+        "kept in `<MSTAR_CACHE>/compile`. Needs a C++ compiler (on a GPU, Triton).",
+    )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
 

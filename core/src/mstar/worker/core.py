@@ -15,11 +15,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.compile import compile_regions, opaque
 from mstar.engine.device import raise_if_lost
 from mstar.engine.engine import Engine, Flight
 from mstar.engine.step import RowResult, Work
@@ -101,7 +103,11 @@ class Worker:
             built.device,
             built.dtype,
             self._step_done if self.observers.watched("mstar_step_done") else None,
+            opaque if deployment.engine.compile else None,
         )
+        if deployment.engine.compile:
+            folder = None if config.cache is None else Path(config.cache, "compile")
+            compile_regions(built.nodes, deterministic=deployment.engine.deterministic, folder=folder)
         self._prepare(on_phase)
         self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
         self.observers.add("timeline", self.trace)

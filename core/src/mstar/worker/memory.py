@@ -92,7 +92,15 @@ class MemoryPlan:
     def _context(self, name: str) -> ResourceContext:
         memory = self._budget(name)
         owners = self._owners(name)
-        return ResourceContext(self._stage.device, self._dtype, owners, memory, self._backends, stage=self._stage)
+        return ResourceContext(
+            self._stage.device,
+            self._dtype,
+            owners,
+            memory,
+            self._backends,
+            self._deployment.engine.deterministic,
+            stage=self._stage,
+        )
 
     def _contexts(self, name: str) -> int:
         return len(self._plan.contexts.get(name, ())) or 1

@@ -38,6 +38,10 @@ class NumbaAttention(AttentionBackend):
     def __init__(self) -> None:
         self._torch = TorchAttention()
 
+    def batch_invariant(self, need: AttentionNeed) -> bool:
+        """Where it is exact to the token: see promise P6."""
+        return need.device.type == "cpu" and need.dtype is torch.float32
+
     def supports(self, need: AttentionNeed) -> str | None:
         if need.device.type != "cpu":
             return "it runs on the CPU only"
