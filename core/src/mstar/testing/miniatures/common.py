@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from mstar.processing.constraints import checked_grammar
+from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
 from mstar.spec.model import Ability, Licence, ModelSpec
@@ -20,6 +22,7 @@ from mstar.spec.processor import (
     FramesDelta,
     Prepared,
     Processor,
+    ProcessorContext,
     Renderer,
     TextDelta,
 )
@@ -27,9 +30,21 @@ from mstar.spec.request import Emit, EngineRequest, SamplingParams
 from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Task, Text
 from mstar.testing.examples import Example
 
-__all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
+__all__ = [
+    "ALPHABET",
+    "VOCAB",
+    "Example",
+    "MiniKnobs",
+    "MiniProcessor",
+    "Miniature",
+    "decode",
+    "encode",
+    "text_of",
+    "vocabulary",
+]
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
+ALPHABET = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP<>{}[]":,/0123456789 .'
+"""Room for JSON, and for tags around it."""
 VOCAB = len(ALPHABET)
 RATE = 8000
 
@@ -37,6 +52,15 @@ RATE = 8000
 def encode(text: str) -> list[int]:
     """One id per character; characters outside the alphabet fold into it."""
     return [ALPHABET.index(c) if c in ALPHABET else ord(c) % VOCAB for c in text]
+
+
+STOP = ALPHABET.index(".")
+"""Ends an answer that has a constraint, unless the request names another; it is not part of the answer then."""
+
+
+def vocabulary() -> list[bytes]:
+    """The bytes of each token."""
+    return [c.encode() for c in ALPHABET]
 
 
 def decode(ids: Iterable[int]) -> str:
@@ -108,6 +132,10 @@ _FIELDS: Mapping[type[Task], str] = {ChatTask: "messages", CompletionTask: "prom
 class MiniProcessor(Processor):
     """Characters in, values out. Subclasses override :meth:`inputs`."""
 
+    def __init__(self, context: ProcessorContext):
+        super().__init__(context)
+        self.grammars = GrammarCompiler(vocabulary, VOCAB)
+
     def inputs(self, task: Task) -> dict[str, Any]:
         """The graph's inputs."""
         ids = encode(text_of(task))
@@ -119,7 +147,11 @@ class MiniProcessor(Processor):
         _refuse_media(task)
         knobs = task.knobs
         sampling = {}
+        stop, grammar = _stop_ids(knobs), None
         if isinstance(knobs, SamplingKnobs):
+            if task.response_format is not None:
+                stop = stop or (STOP,)
+                grammar = checked_grammar(task, self.grammars, stop)
             sampling["sampler"] = SamplingParams(
                 temperature=knobs.temperature,
                 top_p=knobs.top_p,
@@ -131,10 +163,11 @@ class MiniProcessor(Processor):
                 seed=knobs.seed,
                 max_tokens=knobs.max_tokens or 16,
                 min_tokens=knobs.min_tokens,
-                stop_token_ids=_stop_ids(knobs),
+                stop_token_ids=stop,
                 ignore_eos=knobs.ignore_eos,
                 logprobs=task.logprobs,
                 logit_bias=dict(task.logit_bias),
+                grammar=grammar,
             )
         inputs = self.inputs(task)
         request = EngineRequest(
@@ -147,12 +180,13 @@ class MiniProcessor(Processor):
             session=task.session,
             tenant=task.tenant,
         )
-        return Prepared(request, prompt_tokens=len(inputs.get("prompt", ())))
+        hidden = stop if grammar is not None else ()
+        return Prepared(request, prompt_tokens=len(inputs.get("prompt", ())), state=hidden)
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         from mstar.testing.miniatures import miniature
 
-        return MiniRenderer(miniature(self.context.spec.key).streams)
+        return MiniRenderer(miniature(self.context.spec.key).streams, prepared.state)
 
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
@@ -180,14 +214,18 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 
 
 class MiniRenderer(Renderer):
-    def __init__(self, streams: Mapping[str, str]):
-        self.streams = streams
+    """:param hidden: tokens that end an answer and are not shown."""
+
+    def __init__(self, streams: Mapping[str, str], hidden: Sequence[int]):
+        self.streams, self.hidden = streams, hidden
 
     def feed(self, event: Emit) -> Iterable[Delta]:
         modality = self.streams[event.stream]
         if modality == "text":
-            ids = tuple(event.data)
-            yield TextDelta(decode(ids), ids, tuple(event.logprobs or ()), event.stream)
+            ids = tuple(i for i in event.data if i not in self.hidden)
+            reports = tuple(report for report in event.logprobs or () if report.token not in self.hidden)
+            if ids:
+                yield TextDelta(decode(ids), ids, reports, event.stream)
         elif modality == "audio":
             yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
         elif modality == "image":
