@@ -93,6 +93,14 @@ def test_free_text_until_a_call_begins() -> None:
     one.assert_empty()
 
 
+def test_properties_come_in_the_order_of_the_schema() -> None:
+    one = driver()
+    schema = {"type": "object", "properties": {"b": {"const": 1}, "a": {"const": 2}}, "required": ["a", "b"]}
+    one.submit("r", example(max_tokens=200), response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    one.run()
+    assert list(json.loads(said(one, "r"))) == ["b", "a"]
+
+
 def test_logprobs_and_penalties_beside_a_grammar() -> None:
     one = driver()
     form = {"type": "regex", "regex": "[ab]{8}"}

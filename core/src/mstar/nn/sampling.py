@@ -89,10 +89,9 @@ def add_bias(scores: Tensor, places: Tensor, values: Tensor) -> None:
 
 
 def allow_only(scores: Tensor, rows: Tensor, words: Tensor) -> None:
-    """In rows *rows* (int64 ``[n]``, each at most once) keep only the tokens that *words* marks: see
-    :func:`unpack_bitmask`."""
+    """In rows *rows* (int64 ``[n]``, rising) keep only the tokens that *words* marks: see :func:`unpack_bitmask`."""
     allowed = unpack_bitmask(words, scores.shape[1])
-    if len(rows) == len(scores) == 1:
+    if len(rows) == len(scores):
         scores.masked_fill_(~allowed, -torch.inf)
     else:
         scores.index_copy_(0, rows, scores[rows].masked_fill_(~allowed, -torch.inf))

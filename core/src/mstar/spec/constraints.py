@@ -1,7 +1,7 @@
 """What an answer may look like: the forms of a request's constraint, as the server, the processor and the sampler know
 them.
 
-A constraint travels as canonical JSON in :attr:`mstar.spec.request.SamplingParams.grammar`; :func:`read_constraint`
+A constraint travels as JSON in :attr:`mstar.spec.request.SamplingParams.grammar`; :func:`read_constraint`
 checks what a client sent, :func:`encode_constraint` and :func:`decode_constraint` go back and forth. Only what can be
 seen without a tokenizer is checked here: the form and its size. Whether a schema, an expression or a grammar is sound
 says :class:`mstar.resources.grammars.GrammarCompiler`.
@@ -126,8 +126,9 @@ def read_constraint(form: Mapping[str, Any], param: str = "response_format") -> 
 
 
 def encode_constraint(constraint: Constraint) -> str:
-    """As canonical JSON: equal constraints give equal texts."""
-    return msgspec.json.encode(constraint, order="deterministic").decode()
+    """As JSON, without what is left out or not known. A schema's properties stay in the client's order, which is the
+    order in which an answer has them."""
+    return msgspec.json.encode(constraint).decode()
 
 
 def decode_constraint(text: str) -> Constraint:
