@@ -174,8 +174,8 @@ class MiniProcessor(Processor):
         stop, grammar = _stop_ids(knobs), None
         if isinstance(knobs, SamplingKnobs):
             if task.response_format is not None:
-                stop = stop or (STOP,)
-                grammar = checked_grammar(task, self.grammars, stop)
+                grammar = checked_grammar(task, self.grammars, stop or (STOP,))
+                stop = stop if grammar is None else stop or (STOP,)
             sampling["sampler"] = SamplingParams(
                 temperature=knobs.temperature,
                 top_p=knobs.top_p,
