@@ -130,6 +130,56 @@ def test_requests_keep_their_own_sampling(registry: Registry, monkeypatch: pytes
     assert len(runner.lanes) > prepared
 
 
+EDITS: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5},
+    {"repetition_penalty": 1.7, "presence_penalty": 0.4, "top_p": 0.9},
+    {"logit_bias": {3: 6.0, 5: 7.0}},
+    {"response_format": {"type": "regex", "regex": "[a-f]{3}[0-9]{4}"}},
+    {"response_format": {"type": "regex", "regex": "[xyz]{5}"}, "frequency_penalty": 1.0, "logit_bias": {9: 2.0}},
+    {"min_tokens": 6, "stop_token": 7, "logit_bias": {7: 9.0}},
+    {},
+    {},
+]
+"""Requests whose logits are changed before a token is chosen, and some whose are not."""
+
+
+def edited_answers(driver: Driver, turns: int) -> dict[str, list[Any]]:
+    """Twice over, so that the second half runs in graphs that were made for the edits of others."""
+    fields = ("response_format", "logit_bias")
+    for turn in range(turns):
+        for i, edits in enumerate(EDITS[turn % 3 :] + EDITS[: turn % 3]):
+            knobs = {"temperature": 3.0, "seed": i + turn, "max_tokens": 9}
+            knobs |= {name: value for name, value in edits.items() if name not in fields}
+            task = {name: value for name, value in edits.items() if name in fields}
+            driver.submit(f"r{turn}-{i}", Example("abcdef"[: i % 6 + 1], knobs), logprobs=i % 3 or None, **task)
+            driver.worker.step()
+            driver.take()
+        driver.run()
+    driver.assert_empty()
+    return {name: [(e.data, e.logprobs) for e in events] for name, events in driver.emitted.items()}
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_edits_of_logits_run_in_graphs_and_stay_with_their_requests(
+    lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = edited_answers(Driver(miniature("mini_chat"), registry, engine={"lookahead": lookahead}), 3)
+    driver = Driver(miniature("mini_chat"), registry, engine={"lookahead": lookahead})
+    runner, _ = record_steps(monkeypatch, driver, rows=16)
+    variants: list[Any] = []
+    run = runner.run
+
+    def watched(node: Any, entry: str, step: Step, inputs: Any) -> Any:
+        variants.append(None if step.lane is None else step.lane.variants["sampler"])
+        return run(node, entry, step, inputs)
+
+    monkeypatch.setattr(runner, "run", watched)
+    assert edited_answers(driver, 3) == wanted
+    assert None not in variants, "a step ran as plain calls"
+    assert {(v.edits, v.bias) for v in variants} >= {(True, 0), (True, 256)}
+    assert not runner.faults
+
+
 def count_on_the_host(self: Any, step: Step, ids: Tensor) -> dict[str, Any]:
     token = (context_sums(step, ids) + step["positions"].positions + 1) % VOCAB
     ends = torch.tensor(list(step.lengths)).cumsum(0) - 1

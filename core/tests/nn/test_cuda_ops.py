@@ -109,6 +109,10 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
     drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
+    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32"
+    assert _compile(
+        sampling._edit, edited, width=282, **{name: size for name, size in sizes.items() if name != "blocks"}
+    )
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,6 +149,8 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
+    assert ops.fused_edit(torch.device("cuda")) is cuda_sampling.edit
+    assert ops.fused_edit(torch.device("cpu")) is None
 
 
 def test_without_triton_torch_serves() -> None:

@@ -99,6 +99,10 @@ class TextTokenizer:
         """The bytes that a token stands for; see :mod:`mstar.processing.token_bytes`."""
         return token_speller(self._tokenizer)
 
+    def vocabulary(self) -> list[bytes]:
+        """:attr:`token_bytes` of all ids."""
+        return [self.token_bytes(token) for token in range(self.vocab_size)]
+
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: what ``generation_config.json`` says, else ``config.json``, else the tokenizer."""

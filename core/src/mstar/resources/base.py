@@ -16,7 +16,7 @@ This module imports no torch: schedulers and tests use it bare.
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +68,8 @@ class ResourceContext:
     """What a resource is built from. *device* and *dtype* are torch objects; *max_owners* is the most contexts that may
     be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes;
     *deterministic*: see :attr:`Resource.batch_invariant`; *stage* takes a step's host data to the device, the same one
-    for all resources of a worker."""
+    for all resources of a worker; *vocabulary* gives the bytes of each token that a sampler chooses from, if they are
+    known (:meth:`mstar.nn.model.Model.vocabulary`)."""
 
     device: Any
     dtype: Any
@@ -76,6 +77,7 @@ class ResourceContext:
     memory: int | None = None
     attention_backends: Sequence[Any] = ()
     deterministic: bool = False
+    vocabulary: Callable[[], Sequence[bytes]] | None = None
     stage: Stage = field(kw_only=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -49,6 +49,7 @@ __all__ = [
     "placement_faults",
     "reserved_bytes",
     "runner_name",
+    "vocabulary_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         free=free_memory(device),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
+        vocabulary=partial(vocabulary_of, model, weights),
     )
     made = {
         name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
@@ -233,6 +235,7 @@ def memory_plan(
     free: int | None,
     weights_bytes: int = 0,
     reserve_bytes: int = 0,
+    vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
 ) -> MemoryPlan:
     """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
@@ -246,7 +249,23 @@ def memory_plan(
         free=free,
         weights_bytes=weights_bytes,
         reserve_bytes=reserve_bytes,
+        vocabulary=vocabulary,
     )
+
+
+def vocabulary_of(model: Model, weights: Path | None, sampler: str) -> Callable[[], Sequence[bytes]] | None:
+    """The vocabulary of a sampler, read when it is asked for; ``None`` if there is none."""
+    if type(model).vocabulary is not Model.vocabulary:
+        return lambda: model.vocabulary(sampler) or ()
+    if weights is None or not (weights / "tokenizer.json").is_file():
+        return None
+
+    def read() -> Sequence[bytes]:
+        from mstar.processing.tokenizer import TextTokenizer
+
+        return TextTokenizer(weights).vocabulary()
+
+    return read
 
 
 def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:

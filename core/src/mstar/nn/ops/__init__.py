@@ -23,6 +23,7 @@ from mstar.nn.ops import reference
 from mstar.nn.ops.reference import HeadNorms
 
 __all__ = [
+    "Edit",
     "HeadNorms",
     "Sample",
     "add_linear",
@@ -30,6 +31,7 @@ __all__ = [
     "cpu_kernels_fault",
     "cuda_kernels_fault",
     "deterministic_fault",
+    "fused_edit",
     "fused_sample",
     "linear",
     "norm_gate_up",
@@ -45,6 +47,9 @@ log = logging.getLogger(__name__)
 
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 """:func:`mstar.nn.ops.cuda_sampling.sample`."""
+
+Edit = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+""":func:`mstar.nn.sampling.edit`."""
 
 
 @cache
@@ -185,6 +190,15 @@ def fused_sample(device: torch.device) -> Sample | None:
     from mstar.nn.ops import cuda_sampling
 
     return cuda_sampling.sample
+
+
+def fused_edit(device: torch.device) -> Edit | None:
+    """Masks and penalties of logits on *device* in one kernel; ``None`` as for :func:`fused_sample`."""
+    if device.type != "cuda" or cuda_kernels_fault() is not None:
+        return None
+    from mstar.nn.ops import cuda_sampling
+
+    return cuda_sampling.edit
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ all tokens follow exactly, so the model knows its context through the KV cache a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partiti
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sampler
 from mstar.testing.miniatures.catalog import PRIME, VOCAB
+from mstar.testing.miniatures.common import vocabulary
 
 __all__ = ["Chat", "Hybrid", "Planner", "Seq2Seq"]
 
@@ -92,6 +93,9 @@ class Chat(Model):
 
     def build(self, node: str) -> Node:
         return SumNode()
+
+    def vocabulary(self, sampler: str) -> Sequence[bytes]:
+        return vocabulary()
 
     def demand(self, request: EngineRequest) -> Iterable[Demand]:
         return text_demand(request)
