@@ -65,8 +65,10 @@ class Worker:
         self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
         self.admission = Admission(built.model, built.plan, built.resources, self.sessions)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
+        self._step_tokens = deployment.scheduler.step_tokens(built.device.type)
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler, group_limits=lambda group: limits.get(group[0])
+            deployment.scheduler.model_copy(update={"max_step_tokens": self._step_tokens}),
+            group_limits=lambda group: limits.get(group[0]),
         )
         runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
         self.engine = Engine(
@@ -102,7 +104,7 @@ class Worker:
         def report(done: int, total: int) -> None:
             on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
 
-        self.engine.prepare(self.plan, rows, deployment.scheduler.max_step_tokens, report)
+        self.engine.prepare(self.plan, rows, self._step_tokens, report)
         status = self.engine.runner.status()
         if status.get("graphs"):
             size = status["graph_bytes"] / 2**20

@@ -18,7 +18,6 @@ from mstar.resources.attention.flashinfer_pages import (
     kernel_page,
     leading_ones,
     list_pages,
-    room,
     split_packed,
 )
 from mstar.resources.attention.memory import KVMemory
@@ -28,7 +27,7 @@ from mstar.resources.staging import Stage
 if TYPE_CHECKING:
     from mstar.resources.attention.flashinfer import FlashInferAttention
 
-__all__ = ["BesidePlan", "LanePlan", "SegmentsPlan", "StepPlan"]
+__all__ = ["BesidePlan", "Rows", "SegmentsPlan", "StepPlan", "attention_of", "check_queries", "decode_kind", "usable"]
 
 _SHARED = 3
 """Query heads to a key head from which on tensor cores decode faster than CUDA cores: benchmarks/gpu_attention.py."""
@@ -36,7 +35,7 @@ _LONG = 64
 """Mean queries a row from which on fa3, whose tiles are 128 queries of one head, is faster than fa2."""
 
 
-def _decode_kind(shape: Shape, how: Combination) -> str:
+def decode_kind(shape: Shape, how: Combination) -> str:
     return "decode" if how.heads // shape.kv_heads < _SHARED else "fa2"
 
 
@@ -46,25 +45,27 @@ def _prefill_kind(library: Library, pages: PageList, how: Combination) -> str:
     return "fa3" if library.hopper and plain and pages.queries >= _LONG * pages.rows else "fa2"
 
 
-def _how(q: Tensor, window: int | None, causal: bool, scale: float | None, softcap: float | None) -> Combination:
+def attention_of(
+    q: Tensor, window: int | None, causal: bool, scale: float | None, softcap: float | None
+) -> Combination:
     left = -1 if window is None else window - 1
     return Combination(
         q.shape[1], left, causal, float(q.shape[2] ** -0.5 if scale is None else scale), float(softcap or 0)
     )
 
 
-def _usable(tensor: Tensor) -> Tensor:
+def usable(tensor: Tensor) -> Tensor:
     """*tensor* itself if its heads are contiguous: kernels take any stride of tokens and heads."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _fits(q: Tensor, planned: int) -> None:
+def check_queries(q: Tensor, planned: int) -> None:
     """Kernels trust their plan: with fewer queries they would read what is not there."""
     if q.shape[0] != planned:
         raise ValueError(f"{q.shape[0]} queries in a step that was planned for {planned}")
 
 
-class _Rows:
+class Rows:
     """Consecutive rows of a step that one kernel serves.
 
     :param first: of their queries among the step's. :param decode: they have one query each.
@@ -99,7 +100,7 @@ class _Rows:
 
     def _find(self, how: Combination) -> Kernel:
         backend, device = self.backend, self.device
-        kind = _decode_kind(self.shape, how) if self.decode else _prefill_kind(backend.library(device), self.pages, how)
+        kind = decode_kind(self.shape, how) if self.decode else _prefill_kind(backend.library(device), self.pages, how)
         return backend.kernel(device, kind, self.shape, how)
 
     def few(self, memory: KVMemory, batch: KVBatch) -> RowsPlan | None:
@@ -123,18 +124,18 @@ class StepPlan(KVPlan):
         self._longest, self._longest_step = _longest(self._ends), _longest(batch.lengths)
         self._torch: KVPlan | None = None
         decodes = leading_ones(batch.lengths)
-        self._parts: list[_Rows] = []
+        self._parts: list[Rows] = []
         if decodes:
             self._parts.append(self._rows(slice(0, decodes), 0, f"{key}.decode", True))
         if decodes < len(batch.lengths):
             self._parts.append(self._rows(slice(decodes, None), decodes, f"{key}.prefill", False))
         self._few = self._parts[0].few(memory, batch) if decodes == len(batch.lengths) > 0 else None
 
-    def _rows(self, rows: slice, first: int, key: str, decode: bool) -> _Rows:
+    def _rows(self, rows: slice, first: int, key: str, decode: bool) -> Rows:
         batch = self._batch
         pages = list_pages(batch.lengths[rows], self._ends[rows], batch.tables[rows], batch.page_size)
         packed, page = self._stage.put(key, pages.packed), kernel_page(batch.page_size)
-        return _Rows(self._backend, self._memory, page, pages, packed, first, decode)
+        return Rows(self._backend, self._memory, page, pages, packed, first, decode)
 
     def attend(
         self,
@@ -152,12 +153,12 @@ class StepPlan(KVPlan):
             window = None  # nothing is outside of it
         if self._expressible(q, window, causal):
             try:
-                how = _how(q, window, causal and self._written, scale, softcap)
+                how = attention_of(q, window, causal and self._written, scale, softcap)
                 kernels = [part.kernel(how) for part in self._parts]
             except KernelFault:  # said when it was found
                 pass
             else:
-                return self._run(layer, _usable(q), kernels)
+                return self._run(layer, usable(q), kernels)
         if self._torch is None:
             self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
         return self._torch.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
@@ -189,7 +190,7 @@ class StepPlan(KVPlan):
         return self._written and not self._batch.sink and (causal or self._longest_step <= window)
 
     def _run(self, layer: int, q: Tensor, kernels: list[Kernel]) -> Tensor:
-        _fits(q, self._parts[-1].span.stop if self._parts else 0)
+        check_queries(q, self._parts[-1].span.stop if self._parts else 0)
         out = q.new_empty(q.shape)
         if len(kernels) == 1:
             self._parts[0].attend(layer, kernels[0], q, out)
@@ -197,97 +198,6 @@ class StepPlan(KVPlan):
         for part, kernel in zip(self._parts, kernels, strict=True):
             part.attend(layer, kernel, q[part.span], out[part.span])
         return out
-
-
-class _LaneRows(_Rows):
-    """The rows of a lane. Their kernels are the lane's own.
-
-    Rows of several queries use fa2: how many of them have a long context, or one query, differs from step to step, and
-    fa3 does not divide contexts.
-    """
-
-    def _find(self, how: Combination) -> Kernel:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
-        kind = _decode_kind(self.shape, how) if self.decode else "fa2"
-        return Kernel(self.backend.library(self.device), kind, self.shape, how, (self.pages.rows, self.pages.queries))
-
-    def refill(self, pages: PageList) -> None:
-        self.pages = pages
-        for kernel in self.kernels.values():
-            kernel.plan(pages, self)
-
-
-class LanePlan(KVPlan):
-    """Steps on one lane: one query a row, or always as many in all. All kernels that the lane has used are planned for
-    each step."""
-
-    def __init__(self, backend: FlashInferAttention, memory: KVMemory, key: str):
-        self._backend, self._memory, self._key = backend, memory, key
-        self._rows: _LaneRows | None = None
-        self._few: RowsPlan | None = None
-        self._written, self._windows = False, False
-
-    def refill(self, batch: KVBatch, stage: Stage) -> None:
-        """Plan the lane's next step. What it reads is on the device once *stage* has been sent."""
-        rows, size, written = len(batch.lengths), batch.page_size, batch.step_kv == "written"
-        lane = stage.lane
-        assert lane is not None
-        decode = lane.tokens == lane.rows
-        if (batch.lengths != 1).any() if decode else batch.lengths.sum() != lane.tokens:
-            wanted = "one query a row" if decode else f"{lane.tokens} queries"
-            raise ValueError(f"a captured step of {self._key!r} has {wanted}, not {batch.lengths.tolist()}")
-        ends = batch.starts + batch.lengths if written else batch.starts
-        pages = list_pages(batch.lengths, ends, batch.tables, size)
-        most = room(rows, batch.most_pages or batch.tables.shape[1], size)
-        packed = stage.put(f"{self._key}.pages", pages.packed, room=most)
-        self._written, self._windows = written, written and not batch.sink
-        if self._rows is None:
-            self._rows = _LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, decode)
-            self._few = self._rows.few(self._memory, batch) if decode else None
-        else:
-            self._rows.refill(pages)
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        window: int | None = None,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        assert self._rows is not None
-        windows = self._windows and (causal or self._rows.decode)
-        if q.dtype is not self._memory.dtype or (window is not None and not windows):
-            raise ValueError(f"{self._key!r} attends in a way that a captured step has no kernel for")
-        _fits(q, self._rows.pages.queries)
-        q = _usable(q)
-        out = q.new_empty(q.shape)
-        how = _how(q, window, causal and self._written, scale, softcap)
-        self._rows.attend(layer, self._rows.kernel(how), q, out)
-        return out
-
-    def attend_heads(
-        self,
-        layer: int,
-        heads: Tensor,
-        q_heads: int,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        places: Tensor,
-        *,
-        window: int | None = None,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor | None:
-        if self._few is None:
-            return None
-        return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
 
 class _Segments:
@@ -311,10 +221,10 @@ class _Segments:
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         if self._indptr is None:
             self._indptr = torch.from_numpy(self._starts).to(q.device, non_blocking=True)
-        _fits(q, self._pages.queries)
+        check_queries(q, self._pages.queries)
         if kernel.planned_for is not self:
             kernel.plan(self._pages, self)
-        kernel.ragged(q, _usable(k), _usable(v), self._indptr, out, lse)
+        kernel.ragged(q, usable(k), usable(v), self._indptr, out, lse)
 
 
 class BesidePlan(KVPlan):
@@ -325,11 +235,11 @@ class BesidePlan(KVPlan):
         self._longest = _longest(batch.starts + batch.lengths)
         self._own = _Segments(backend, batch.lengths)
         self._torch: KVPlan | None = None
-        self._context: _Rows | None = None
+        self._context: Rows | None = None
         if batch.starts.any():
             pages = list_pages(batch.lengths, batch.starts, batch.tables, batch.page_size)
             packed, page = stage.put(f"{key}.context", pages.packed), kernel_page(batch.page_size)
-            self._context = _Rows(backend, memory, page, pages, packed, 0, False)
+            self._context = Rows(backend, memory, page, pages, packed, 0, False)
 
     def attend(
         self,
@@ -348,14 +258,14 @@ class BesidePlan(KVPlan):
         if window is not None and window >= self._longest:
             window = None
         if window is None and q.dtype is self._memory.dtype and k.dtype is q.dtype:
-            how = _how(q, None, causal, scale, softcap)
+            how = attention_of(q, None, causal, scale, softcap)
             try:
                 own = self._own.kernel(q, k, how)
                 context = None if self._context is None else self._context.kernel(how._replace(causal=False))
             except KernelFault:  # said when it was found
                 pass
             else:
-                return self._run(layer, _usable(q), k, v, own, context)
+                return self._run(layer, usable(q), k, v, own, context)
         if self._torch is None:
             self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
         return self._torch.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
@@ -376,8 +286,8 @@ class BesidePlan(KVPlan):
 class SegmentsPlan(RaggedPlan):
     """Attention within segments."""
 
-    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int]):
-        self._backend, self._lengths = backend, lengths
+    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int], stage: Stage, key: str):
+        self._backend, self._lengths, self._stage, self._key = backend, lengths, stage, key
         self._segments = _Segments(backend, lengths)
         self._torch: RaggedPlan | None = None
 
@@ -385,12 +295,12 @@ class SegmentsPlan(RaggedPlan):
         if not q.shape[0]:
             return torch.empty_like(q)
         try:
-            kernel = self._segments.kernel(q, k, _how(q, None, causal, scale, None))
+            kernel = self._segments.kernel(q, k, attention_of(q, None, causal, scale, None))
         except KernelFault:  # said when it was found
             if self._torch is None:
-                self._torch = self._backend.torch_ragged(self._lengths)
+                self._torch = self._backend.torch_ragged(self._lengths, self._stage, self._key)
             return self._torch.attend(q, k, v, causal=causal, scale=scale)
-        q = _usable(q)
+        q = usable(q)
         out = q.new_empty(q.shape)
         self._segments.attend(kernel, q, k, v, out)
         return out
