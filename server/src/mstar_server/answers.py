@@ -22,14 +22,17 @@ QUEUED_DELTAS = 64
 """Deltas that wait for a slow client before its request stops being drained (the engine's back-pressure takes over)."""
 
 
-async def start(service: Service, tasks: Sequence[Task], request_id: str) -> list[Answer]:
-    """Start *tasks*, which are samples of one prompt; all of them or none."""
+async def start(service: Service, tasks: Sequence[Task], request_id: str, samples: int | None = None) -> list[Answer]:
+    """Start *tasks*; all of them or none.
+
+    :param samples: so many tasks in a row (default: all) are samples of one prompt, which is computed once.
+    """
     answers: list[Answer] = []
     try:
-        first = await service.generate(tasks[0], request_id if len(tasks) == 1 else f"{request_id}-0")
-        answers.append(first)
-        for number, task in enumerate(tasks[1:], 1):
-            answers.append(await service.generate(task, f"{request_id}-{number}", first.id))
+        for number, task in enumerate(tasks):
+            first = number - number % (samples or len(tasks))
+            name = request_id if len(tasks) == 1 else f"{request_id}-{number}"
+            answers.append(await service.generate(task, name, None if first == number else answers[first].id))
     except BaseException:
         cancel(answers)
         raise
@@ -142,9 +145,11 @@ class Merged:
         cancel(self.answers)
 
 
-async def begin(service: Service, tasks: Sequence[Task], request_id: str, seconds: float) -> Merged:
-    """Start *tasks* and wait for their first events, at most *seconds*, so that a refusal still has its status line."""
-    merged = Merged(await start(service, tasks, request_id))
+async def begin(
+    service: Service, tasks: Sequence[Task], request_id: str, seconds: float, samples: int | None = None
+) -> Merged:
+    """:func:`start`, then wait for first events, at most *seconds*, so that a refusal still has its status line."""
+    merged = Merged(await start(service, tasks, request_id, samples))
     try:
         await merged.begin(seconds)
     except BaseException:

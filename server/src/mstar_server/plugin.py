@@ -10,15 +10,20 @@ from mstar.hookspecs import hookimpl
 if TYPE_CHECKING:
     from mstar.spec.model import ModelSpec
 
-_ADAPTERS = {"chat": "mstar_server.openai.chat_adapter:ChatAdapter"}
+_ADAPTERS = {
+    "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
+    "completion": "mstar_server.openai.completion_request:CompletionAdapter",
+    "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+}
 
 
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, generate, generate_ws, health, models
+    from mstar_server.routes import chat, completions, embeddings, generate, generate_ws, health, models, responses
 
-    return [health.router, models.router, chat.router, generate.router, generate_ws.router]
+    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws)
+    return [module.router for module in modules]
 
 
 @hookimpl

@@ -6,8 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import HTTPConnection
+
 from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar_server.hooks import adapters
+from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 
@@ -34,6 +37,7 @@ class ServerState:
 
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
+    :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
     """
 
@@ -42,7 +46,19 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
+        self.responses = ResponseStore(
+            options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
+        )
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
+
+    def close(self) -> None:
+        """Let go of what is open, once no request runs."""
+        self.responses.close()
+
+    def tenant(self, request: HTTPConnection) -> str:
+        """Who asks: the name of the key that the request came with; empty where the server wants none."""
+        name: str = request.scope.get("mstar.tenant", "")
+        return name
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""
