@@ -17,6 +17,7 @@ be captured runs as plain PyTorch calls, and the log says why, once.
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -94,18 +95,27 @@ class CudaRecorder(Recorder):
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         before = torch.cuda.memory_reserved()
+        current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except Exception:
+            self._leave(current)
             if not self._recorded:  # a pool that no graph holds is gone
                 self._pool = torch.cuda.graph_pool_handle()
             raise
         self._recorded = True
         self._bytes += max(0, torch.cuda.memory_reserved() - before)
         return result, graph.replay
+
+    def _leave(self, current: torch.cuda.Stream) -> None:
+        """Go back to *current* from a capture that failed. What waits for the device invalidates a capture; torch then
+        stays on its stream and goes on giving its memory out of the pool."""
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):  # a capture that was not invalidated has ended in order
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def bytes(self) -> int:
         return self._bytes
