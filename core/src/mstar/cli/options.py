@@ -7,7 +7,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mstar.cli.commands import Parser, one_of
+from mstar.cli.commands import Context, Parser, one_of
+from mstar.cli.output import note
+from mstar.licences import unknown_keys
 from mstar.settings import Settings
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "device",
     "engine_options",
     "model_options",
+    "note_unknown_licences",
     "port",
     "positive",
     "with_json",
@@ -61,11 +64,21 @@ def model_options(parser: Parser) -> None:
     )
 
 
-def accepting(arguments: argparse.Namespace, settings: Settings) -> Settings:
-    """*settings*, with the consent that ``--accept-licence`` gives."""
+def accepting(arguments: argparse.Namespace, context: Context) -> Settings:
+    """The settings, with the consent that ``--accept-licence`` gives. Names in ``MSTAR_ACCEPT_LICENCES`` that are no
+    model's are told."""
+    note_unknown_licences(context)
+    settings = context.settings
     if not arguments.accept_licence:
         return settings
     return dataclasses.replace(settings, accept_licences=(*settings.accept_licences, arguments.key))
+
+
+def note_unknown_licences(context: Context) -> None:
+    """Say on stderr which names in ``MSTAR_ACCEPT_LICENCES`` are no model's: consent to none is given with them."""
+    if context.settings.accept_licences:
+        for sentence in unknown_keys(context.settings, context.registry.models):
+            note(sentence)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> None:
-    settings, registry = accepting(arguments, context.settings), context.registry
+    settings, registry = accepting(arguments, context), context.registry
     spec = _model(arguments, registry)
     check_licence(spec, settings)  # before anything heavy is imported
     serve, make_options = _server()

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from mstar.resources.attention.base import AttentionBackend, AttentionNeed, KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, Library, Shape
-from mstar.resources.attention.flashinfer_lanes import LaneBeside, LanePlan, LaneSegments
-from mstar.resources.attention.flashinfer_plans import BesidePlan, SegmentsPlan, StepPlan
+from mstar.resources.attention.flashinfer_lanes import LaneBeside, LaneSegments
+from mstar.resources.attention.flashinfer_plans import BesidePlan, LanePlan, SegmentsPlan, StepPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.attention.triton_decode import FewRows
