@@ -156,6 +156,23 @@ class DuplexMachine(WorkerMachine):
     overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
 
 
+class Seq2SeqMachine(WorkerMachine):
+    key = "mini_seq2seq"
+
+
+class TransducerMachine(WorkerMachine):
+    key = "mini_transducer"
+    overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
+
+
+class WorldMachine(TransducerMachine):
+    key = "mini_world"
+
+
+class RolloutMachine(TransducerMachine):
+    key = "mini_rollout"
+
+
 def case(machine: type[WorkerMachine], examples: int) -> Any:
     test = machine.TestCase
     test.settings = settings(
@@ -172,3 +189,7 @@ TestOmni = case(OmniMachine, 15)
 TestHybrid = case(HybridMachine, 15)
 TestDenoise = case(DenoiseMachine, 15)
 TestDuplex = case(DuplexMachine, 15)
+TestSeq2Seq = case(Seq2SeqMachine, 12)
+TestTransducer = case(TransducerMachine, 12)
+TestWorld = case(WorldMachine, 12)
+TestRollout = case(RolloutMachine, 12)

@@ -199,7 +199,7 @@ class PagedKV(Resource):
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
-        return () if self.capturable and not frozen else None
+        return () if self.capturable and (not frozen or self.backend.capturable_beside) else None
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size

@@ -26,12 +26,23 @@ class SchedulerOptions(_Section):
     """How work is chosen."""
 
     policy: str = Field("default", description="A name registered through `mstar_schedulers`.")
-    max_step_tokens: int = Field(512, ge=1, description="Most tokens of one step, prefill chunks and decodes together.")
+    max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of one step, prefill chunks and decodes together; default: 1024 on a GPU, 512 on the "
+        "CPU.",
+    )
     max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
     max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
     fairness: Literal["fifo", "tenant"] = Field(
         "tenant", description="`tenant` shares the rows between tenants, `fifo` serves in order of arrival."
     )
+
+    def step_tokens(self, device: str) -> int:
+        """``max_step_tokens``, or the default of a *device* of this type (``cpu``, ``cuda``)."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        return 512 if device == "cpu" else 1024
 
 
 class EngineOptions(_Section):

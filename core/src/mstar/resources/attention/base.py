@@ -148,6 +148,8 @@ class AttentionBackend(abc.ABC):
     query a row, ``step_kv`` ``written`` or ``none``."""
     capturable_chunks: bool = False
     """Whether also for rows of any number of queries, as long as there are as many in all."""
+    capturable_beside: bool = False
+    """Whether also for ``step_kv`` ``beside``, and plans of segments; of rows as :attr:`capturable_chunks` says."""
 
     @abc.abstractmethod
     def supports(self, need: AttentionNeed) -> str | None:
@@ -167,8 +169,9 @@ class AttentionBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        """Plan attention within segments of these *lengths*."""
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        """Plan attention within segments of these *lengths*; *stage* and *key* as in :meth:`plan_kv`. On a lane as many
+        segments as it has rows, of which some may be empty."""
 
 
 def pick_backend(

@@ -94,7 +94,7 @@ class BatchInvariantAttention(AttentionBackend):
         plan.refill(batch, stage)
         return plan
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
         raise NotImplementedError("this backend supports no attention within a step")
 
     def room(self, device: torch.device, shares: int, sums: int, counters: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,8 +61,8 @@ class NumbaAttention(AttentionBackend):
             return self._torch.plan_kv(memory, batch, stage, key)
         return _NumbaKVPlan(self._torch, memory, batch, decodes, stage, key)
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        return self._torch.plan_ragged(lengths)
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        return self._torch.plan_ragged(lengths, stage, key)
 
 
 def _leading_ones(lengths: np.ndarray) -> int:

@@ -54,7 +54,7 @@ class TorchAttention(AttentionBackend):
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return _TorchKVPlan(self, memory, batch)
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
         return _TorchRaggedPlan(lengths)
 
     def scratch(self, memory: KVMemory, lines: int) -> Tensor:
