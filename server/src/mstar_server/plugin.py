@@ -16,9 +16,9 @@ _ADAPTERS = {"chat": "mstar_server.openai.chat_adapter:ChatAdapter"}
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, generate, generate_ws, health, models
+    from mstar_server.routes import chat, generate, generate_ws, health, models, requests
 
-    return [health.router, models.router, chat.router, generate.router, generate_ws.router]
+    return [health.router, models.router, chat.router, generate.router, generate_ws.router, requests.router]
 
 
 @hookimpl

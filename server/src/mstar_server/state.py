@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
+from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 
@@ -35,11 +37,13 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar mounted: paths of the routes that this server has.
+    :ivar exchanges: the requests that go on.
     """
 
     def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
         self.services, self.registry, self.options = dict(services), registry, options
         self.draining = False
+        self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
@@ -62,7 +66,8 @@ class ServerState:
         return service
 
     def ready(self, model: str | None, ability: str) -> Service:
-        """The service called *model*, able to do *ability* now. Raises 404, 400 (wrong route) or 503 (not ready)."""
+        """The service called *model*, able to do *ability* now, or when it has been loaded (which starting a request
+        waits for). Raises 404, 400 (wrong route), 503 (not ready) or 429 (the caller has too many requests)."""
         service = self.find(model)
         spec = service.spec
         if ability not in spec.abilities:
@@ -72,16 +77,20 @@ class ServerState:
             raise RequestError(message, param="model", code="unsupported_route")
         if self.draining:
             raise NotReady("the server is shutting down")
-        phase = service.phase
-        if phase.name != "ready":
-            detail = f", {phase.detail}" if phase.detail else ""
-            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}{detail}")
+        if isinstance(service, OnDemand) and not service.loaded:
+            service.check_loadable()
+        elif service.phase.name != "ready":
+            raise not_ready(spec.key, service.phase)
+        exchange = current()
+        if exchange is not None:
+            exchange.enter()
         return service
+
+    @property
+    def resident(self) -> dict[str, Service]:
+        """The models that are there from the start: whether the server is ready depends on them."""
+        return {key: service for key, service in self.services.items() if not isinstance(service, OnDemand)}
 
     def adapter(self, ability: str, service: Service) -> Any:
         """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's."""
         return self._adapters[service.spec.key][ability]
-
-
-def _progress(share: float | None) -> str:
-    return "" if share is None else f" ({share:.0%})"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Say",
+    "config_model",
     "file_deployment",
     "find_model",
     "key_lines",
@@ -147,6 +148,12 @@ def find_model(key: str, registry: Registry, config: str | Path | None = None) -
             required = _layer(config).get("required_plugins") or ()
             require_plugins(map(str, [required] if isinstance(required, str) else required), registry.plugins)
         raise
+
+
+def config_model(config: str | Path) -> str | None:
+    """The model that deployment file *config* is for, if it says so. Raises :class:`SetupError`: it cannot be read."""
+    model = _layer(config).get("model")
+    return None if model is None else str(model)
 
 
 def read_deployment(text: str, where: str) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class Task:
     :param knobs: a validated instance of the spec's knobs class.
     :param stop: strings that end the answer; never shown to the client unless *include_stop*.
     :param logprobs: ``None``, or the number of alternatives per token.
+    :param tenant: whose request it is: tenants share the rows, and neither prompts' heads nor sessions.
+    :param timeout: seconds that it may take from now on, within what the deployment allows.
     """
 
     knobs: Any
@@ -94,6 +96,7 @@ class Task:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     session: str | None = None
     tenant: str = ""
+    timeout: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ through one bounded queue to the one writer. A client that reads slowly slows it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections import Counter
 from typing import Any
@@ -16,8 +17,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import GenerateTask
-from mstar_server.answers import cancel
+from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_object
+from mstar_server.exchange import Exchange, current
 from mstar_server.native.request import make_task
 from mstar_server.native.response import delta_object, done_object, is_heavy
 from mstar_server.native.socket_messages import Follow, Opening, parse_follow, parse_message, parse_opening
@@ -108,7 +110,7 @@ class Socket:
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         opening = parse_opening(message, self.options)
         running = self._running[request_id] = _Running(self.options.max_socket_appends)
-        running.task = asyncio.create_task(self._serve(request_id, running, opening))
+        running.task = asyncio.create_task(self._serve_in_exchange(request_id, running, opening))
 
     def _follow(self, running: _Running, message: dict[str, Any]) -> None:
         follow = parse_follow(message)
@@ -122,6 +124,12 @@ class Socket:
         else:
             running.inbox.put_nowait(follow)
 
+    async def _serve_in_exchange(self, request_id: str, running: _Running, opening: Opening) -> None:
+        """Each request of the socket counts, takes its time and can be cancelled by itself."""
+        outer: Exchange | None = current()
+        with outer.child() if outer is not None else contextlib.nullcontext():
+            await self._serve(request_id, running, opening)
+
     async def _serve(self, request_id: str, running: _Running, opening: Opening) -> None:
         answers: list[Answer] = []
         feeder: asyncio.Task[None] | None = None
@@ -131,7 +139,7 @@ class Socket:
                 make_task, opening.native, service.spec, self.options, opening.live
             )
             # the engine's ids are unique in the server, the client's only on its socket
-            answers.append(await service.generate(task, f"gen-{uuid.uuid4().hex}"))
+            answers += await start(service, [task], f"gen-{uuid.uuid4().hex}")
             feeder = asyncio.create_task(self._feed(answers[0], opening, running))
             await self._relay(request_id, answers[0], feeder)
         except asyncio.CancelledError:

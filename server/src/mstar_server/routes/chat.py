@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -18,7 +18,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import TextDelta
 from mstar.spec.tasks import Task
-from mstar_server.answers import Merged, begin, cancel, start, unless_gone
+from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import (
@@ -50,12 +50,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
             tasks = adapter.tasks(body)
     _check_choices(service, len(tasks))
     head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), service.spec.key, fingerprint(service.spec))
-    token_bytes = token_bytes_of(service.processor) if body.logprobs else None
     if not body.stream:
-        return await unless_gone(request, _whole(service, tasks, head, token_bytes))
+        return await _whole(service, tasks, head, bool(body.logprobs))
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    merged = await unless_gone(request, begin(service, tasks, head.id, state.options.keepalive_s))
-    chunks = ChatChunks(head, usage, token_bytes)
+    merged = await begin(service, tasks, head.id, state.options.keepalive_s)
+    chunks = ChatChunks(head, usage, token_bytes_of(service.processor) if body.logprobs else None)
     stream = _stream(merged, chunks, usage, state.options.keepalive_s)
     return EventStream(stream, "text/event-stream", merged.close)
 
@@ -74,9 +73,7 @@ def fingerprint(spec: ModelSpec) -> str:
     return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:10]
 
 
-async def _whole(
-    service: Service, tasks: Sequence[Task], head: Head, token_bytes: Callable[[int], bytes] | None
-) -> Response:
+async def _whole(service: Service, tasks: Sequence[Task], head: Head, logprobs: bool) -> Response:
     answers = await start(service, tasks, head.id)
     try:
         async with asyncio.TaskGroup() as group:
@@ -86,6 +83,7 @@ async def _whole(
     finally:
         cancel(answers)
     deltas = [reader.result() for reader in readers]
+    token_bytes = token_bytes_of(service.processor) if logprobs else None
     return Response(chat_completion(head, answers, deltas, token_bytes), media_type="application/json")
 
 
