@@ -11,7 +11,7 @@ from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.exchange import ID_HEADER, ExchangeLife
 from mstar_server.hooks import routers
-from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing
+from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -25,7 +25,7 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
     Routers come from the ``mstar_api`` hook of every plugin, the server's own among them.
     """
     options = options or ServerOptions()
-    app = FastAPI(title="M*", version=__version__, redoc_url=None, root_path=options.root_path)
+    app = FastAPI(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options)
     mounted = routers(registry)
     for router in mounted:
@@ -41,6 +41,8 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
         app.add_middleware(KeyCheck, ring=KeyRing(options.api_key, options.api_keys))
     app.add_middleware(ErrorMiddleware)
     app.add_middleware(ExchangeLife, book=state.exchanges)
+    if options.root_path:
+        app.add_middleware(RootPath, path=options.root_path)
     if options.cors:
         shown = [ID_HEADER, "Retry-After"]
         app.add_middleware(

@@ -307,7 +307,9 @@ class _Inbox:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._gone.set()
-        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._complete.set()
+            await asyncio.Event().wait()  # whoever reads half a body is cancelled now; it is nobody's fault
+        if not message.get("more_body", False):
             self._complete.set()
         return message
 

@@ -1,4 +1,4 @@
-"""What every request passes before it reaches a route: its key and the size of its body."""
+"""What every request passes before it reaches a route: the proxy's path, its key, the size of its body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mstar.spec.errors import RequestError, SetupError
 from mstar_server.errors import error_response, refuse
 from mstar_server.exchange import current
 
-__all__ = ["BodyLimit", "KeyCheck", "KeyRing"]
+__all__ = ["BodyLimit", "KeyCheck", "KeyRing", "RootPath"]
 
 log = logging.getLogger("mstar.server")
 
@@ -124,6 +124,16 @@ def _choosing(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return choosing
+
+
+class RootPath:
+    """Says below which path a proxy shows the application, whether the proxy cuts that off or not."""
+
+    def __init__(self, app: ASGIApp, path: str):
+        self.app, self.path = app, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "root_path": self.path}, receive, send)
 
 
 def _is_health(path: str) -> bool:
