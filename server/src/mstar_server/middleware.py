@@ -101,7 +101,8 @@ def _secret(scope: Scope) -> str:
     for name in offered:
         if name.startswith(SUBPROTOCOL):
             return name.removeprefix(SUBPROTOCOL)
-    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"))).get("api_key", "")
+    query: bytes = scope.get("query_string", b"")
+    return dict(parse_qsl(query.decode("latin-1"))).get("api_key", "")
 
 
 def _utf8(value: str) -> str:

@@ -231,7 +231,7 @@ class Service:
         return time.monotonic() + seconds
 
     def _timed_out(self, request_id: str) -> Failed:
-        message = f"the request took longer than {self._limits[request_id][0]:g} s"
+        message = f"the request took longer than {self._limits[request_id][0]:.3g} s"
         return Failed(id=request_id, message=message, code="timeout", status=504)
 
     def _overdue(self, request_id: str) -> None:
