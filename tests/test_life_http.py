@@ -32,9 +32,16 @@ def until(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
 
 
 def workers(*keys: str) -> list[psutil.Process]:
-    return [
-        p for p in psutil.Process().children() if p.cmdline()[-2:-1] == ["mstar-worker"] and p.cmdline()[-1] in keys
-    ]
+    """The worker processes of models *keys* that live."""
+    found = []
+    for process in psutil.Process().children():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue  # it is ending
+        if words[-2:-1] == ["mstar-worker"] and words[-1] in keys:
+            found.append(process)
+    return found
 
 
 @pytest.fixture(scope="module")
