@@ -162,6 +162,8 @@ def main() -> None:
         return
     facts = environment(packages=("torch", "safetensors"))
     layers = max(1, round(options.gb * 1e9 / LAYER_BYTES))
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         size = write(Path(name), layers).stat().st_size
         results = list(rounds(options.device, Path(name), layers, options.runs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 
 import httpx
@@ -41,8 +42,7 @@ async def test_every_route_of_the_router_but_health_wants_a_key(kit):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
         for route in walk(app.routes):
             assert not isinstance(route, Mount)
-            path = route.path.replace("{model:path}", "tiny").replace("{request_id}", "x")
-            assert "{" not in path, "name a value for this parameter"
+            path = re.sub(r"{[^}]*}", "x", route.path)
             seen.add(path)
             for method in getattr(route, "methods", None) or ():
                 status = (await client.request(method, path)).status_code

@@ -236,6 +236,43 @@ def test_plugins_that_are_asked_for_and_not_installed(mstar: Run) -> None:
     assert fact["remedy"] == "install it, or take it off the list"
 
 
+@pytest.mark.parametrize("words", [(), ("models",), ("models", "toy-chat"), ("license", "list"), ("plugins",)])
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("MSTAR_BLOCK_PLUGINS", "MSTAR_BLOCK_PLUGINS: no plugin 'cli-toyz' is installed; did you mean 'cli_toys'?"),
+        (
+            "MSTAR_PLUGINS",
+            "plugin 'cli-toyz' (no version) is not used: MSTAR_PLUGINS names it, but it is not installed",
+        ),
+    ],
+)
+def test_a_plugin_that_a_setting_names_and_that_is_not_there_is_told_once(
+    mstar: Run, words: tuple[str, ...], variable: str, sentence: str
+) -> None:
+    status, _, err = mstar(*words, **{variable: "cli-toyz"})
+    assert status == 0
+    assert err.startswith(sentence)
+    assert err.count("cli-toyz") == 1
+
+
+def test_a_plugin_that_is_blocked_and_there_is_not_told(mstar: Run) -> None:
+    status, out, err = mstar("models", MSTAR_BLOCK_PLUGINS="cli-toys", MSTAR_PLUGINS="core")
+    assert (status, out) == (0, "")
+    assert "cli-toys" not in err
+
+
+@pytest.mark.parametrize(
+    "words", [("license", "list"), ("download", "toy-chat"), ("serve", "toy-chat"), ("run", "toy-chat", "hello")]
+)
+def test_a_model_that_a_consent_names_and_that_is_not_there_is_told(mstar: Run, words: tuple[str, ...]) -> None:
+    accepted = "toy-closed,toy-gatd"
+    _, _, err = mstar(*words, MSTAR_ACCEPT_LICENCES=accepted, HF_HUB_OFFLINE="1")
+    assert err.count("MSTAR_ACCEPT_LICENCES") == 1
+    assert "MSTAR_ACCEPT_LICENCES: there is no model 'toy-gatd'; did you mean 'toy-gated'?\n" in err
+    assert "Traceback" not in err
+
+
 def test_plugins_for_programs(mstar: Run) -> None:
     status, out, _ = mstar("plugins", "--json", extra="cli_toys_broken", code=BROKEN, MSTAR_BLOCK_PLUGINS="cli_toys")
     facts = {fact["name"]: fact for fact in json.loads(out)}

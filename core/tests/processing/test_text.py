@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mstar.processing.text import Decode, Detokenizer, StopStrings, TextRenderer
+from mstar.processing.stops import StopStrings
+from mstar.processing.text import Decode, Detokenizer, TextRenderer
 from mstar.processing.token_bytes import token_speller
 from mstar.spec.processor import TextDelta
 from mstar.spec.request import Done, Emit, TokenLogprob

@@ -24,17 +24,21 @@ QUEUED_DELTAS = 64
 """Deltas that wait for a slow client before its request stops being drained (the engine's back-pressure takes over)."""
 
 
-async def start(service: Service, tasks: Sequence[Task], request_id: str, *, outlives: bool = False) -> list[Answer]:
-    """Start *tasks*, which are samples of one prompt; all of them or none.
+async def start(
+    service: Service, tasks: Sequence[Task], request_id: str, samples: int | None = None, *, outlives: bool = False
+) -> list[Answer]:
+    """Start *tasks*; all of them or none.
 
+    :param samples: so many tasks in a row (default: all) are samples of one prompt, which is computed once.
     :param outlives: for work that goes on when its exchange has ended (a job that is asked for later): the caller keeps
         its own books, and cancels.
     """
     answers: list[Answer] = []
     try:
         for number, task in enumerate(tasks):
+            first = number - number % (samples or len(tasks))
             name = request_id if len(tasks) == 1 else f"{request_id}-{number}"
-            sibling_of = answers[0].id if answers else None
+            sibling_of = None if first == number else answers[first].id
             answers.append(await _start_one(service, task, name, sibling_of, outlives))
     except BaseException:
         cancel(answers)
@@ -138,9 +142,11 @@ class Merged:
         cancel(self.answers)
 
 
-async def begin(service: Service, tasks: Sequence[Task], request_id: str, seconds: float) -> Merged:
-    """Start *tasks* and wait for their first events, at most *seconds*, so that a refusal still has its status line."""
-    merged = Merged(await start(service, tasks, request_id))
+async def begin(
+    service: Service, tasks: Sequence[Task], request_id: str, seconds: float, samples: int | None = None
+) -> Merged:
+    """:func:`start`, then wait for first events, at most *seconds*, so that a refusal still has its status line."""
+    merged = Merged(await start(service, tasks, request_id, samples))
     try:
         await merged.begin(seconds)
     except BaseException:

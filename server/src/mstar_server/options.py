@@ -26,6 +26,7 @@ class ServerOptions:
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
     :param max_messages: most messages of one chat.
     :param max_text_chars: most characters of all texts of one request.
+    :param max_inputs: most texts of one request to ``/v1/completions`` or ``/v1/embeddings``.
     :param max_choices: largest ``n`` of a chat request.
     :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
     :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
@@ -35,6 +36,9 @@ class ServerOptions:
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
+    :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: memory.
+    :param max_stored_responses: more than so many lose the oldest.
+    :param stored_responses_days: how long they are kept.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
     :param drain_s: after SIGTERM, how long running requests may go on.
@@ -55,6 +59,7 @@ class ServerOptions:
     max_head_bytes: int = 64 * 1024
     max_messages: int = 4096
     max_text_chars: int = 4_000_000
+    max_inputs: int = 2048
     max_choices: int = 128
     max_files: int = 64
     max_kwargs_bytes: int = MIB
@@ -63,6 +68,9 @@ class ServerOptions:
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256
+    responses_file: Path | None = None
+    max_stored_responses: int = 10_000
+    stored_responses_days: float = 30.0
     keepalive_s: float = 10.0
     drain_s: float = 30.0
     load_wait_s: float = 60.0

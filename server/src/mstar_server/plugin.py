@@ -10,15 +10,30 @@ from mstar.hookspecs import hookimpl
 if TYPE_CHECKING:
     from mstar.spec.model import ModelSpec
 
-_ADAPTERS = {"chat": "mstar_server.openai.chat_adapter:ChatAdapter"}
+_ADAPTERS = {
+    "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
+    "completion": "mstar_server.openai.completion_request:CompletionAdapter",
+    "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+}
 
 
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, generate, generate_ws, health, models, requests
+    from mstar_server.routes import (
+        chat,
+        completions,
+        embeddings,
+        generate,
+        generate_ws,
+        health,
+        models,
+        requests,
+        responses,
+    )
 
-    return [health.router, models.router, chat.router, generate.router, generate_ws.router, requests.router]
+    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws, requests)
+    return [module.router for module in modules]
 
 
 @hookimpl

@@ -6,10 +6,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.requests import HTTPConnection
+
 from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
 from mstar_server.on_demand import OnDemand, not_ready
+from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 
@@ -36,6 +40,7 @@ class ServerState:
 
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
+    :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
     :ivar exchanges: the requests that go on.
     """
@@ -46,7 +51,24 @@ class ServerState:
         self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
+        self.responses = ResponseStore(
+            options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
+        )
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
+
+    def close(self) -> None:
+        """Let go of what is open, once no request runs."""
+        self.responses.close()
+
+    def tenant(self, request: HTTPConnection) -> str:
+        """Who asks: the id of the key that the request came with; empty where the server wants none."""
+        del request
+        exchange = current()
+        return "" if exchange is None else exchange.tenant
+
+    async def processor(self, service: Service) -> Processor:
+        """*service*'s processor, for which a model on demand is loaded."""
+        return (await service.load() if isinstance(service, OnDemand) else service).processor
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""

@@ -8,7 +8,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mstar.cli.commands import Parser, one_of
+from mstar.cli.commands import Context, Parser, one_of
+from mstar.cli.output import note
+from mstar.licences import unknown_keys
 from mstar.settings import Settings
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "device",
     "engine_options",
     "model_options",
+    "note_unknown_licences",
     "port",
     "positive",
     "seconds",
@@ -67,12 +70,22 @@ def model_options(parser: Parser, *, several: bool = False) -> None:
     )
 
 
-def accepting(arguments: argparse.Namespace, settings: Settings, *keys: str) -> Settings:
-    """*settings*, with the consent that ``--accept-licence`` gives for models *keys* (default: the one argument)."""
+def accepting(arguments: argparse.Namespace, context: Context, *keys: str) -> Settings:
+    """The settings, with the consent that ``--accept-licence`` gives for models *keys* (default: the one argument).
+    Names in ``MSTAR_ACCEPT_LICENCES`` that are no model's are told."""
+    note_unknown_licences(context)
+    settings = context.settings
     if not arguments.accept_licence:
         return settings
     accepted = (*settings.accept_licences, *(keys or (arguments.key,)))
     return dataclasses.replace(settings, accept_licences=accepted)
+
+
+def note_unknown_licences(context: Context) -> None:
+    """Say on stderr which names in ``MSTAR_ACCEPT_LICENCES`` are no model's: consent to none is given with them."""
+    if context.settings.accept_licences:
+        for sentence in unknown_keys(context.settings, context.registry.models):
+            note(sentence)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _request(arguments: argparse.Namespace, context: Context, task: Task) -> int
         config=arguments.config,
         device=arguments.device,
         dtype=arguments.dtype,
-        settings=accepting(arguments, context.settings),
+        settings=accepting(arguments, context),
         registry=context.registry,
         **engine_options(arguments),
     ) as model:

@@ -129,7 +129,7 @@ def _arguments(parser: Parser) -> None:
 
 def _run(arguments: argparse.Namespace, context: Context) -> None:
     keys = _distinct([*arguments.keys, *arguments.on_demand])
-    settings, registry = accepting(arguments, context.settings, *keys), context.registry
+    settings, registry = accepting(arguments, context, *keys), context.registry
     configs = _configs(arguments, keys)
     specs = {key: _model(key, registry, configs.get(key)) for key in keys}
     for spec in specs.values():
@@ -163,11 +163,11 @@ def _configs(arguments: argparse.Namespace, keys: Sequence[str]) -> Mapping[str,
     for name, value in (("--weights", arguments.weights), ("--trace", arguments.trace)):
         if value is not None and len(keys) > 1:
             raise SetupError(f"{name} is for one model; with several, put it into deployment files (--config FILE …)")
-    from mstar.runtime.opening import config_model
+    from mstar.runtime.deployment_files import read_file
 
     configs: dict[str, Path] = {}
     for file in files:
-        key = config_model(file)
+        key = read_file(file).values.get("model")
         if key is None or key not in keys:
             known = ", ".join(keys)
             raise SetupError(

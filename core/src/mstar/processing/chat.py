@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from mstar.processing.channels import Channels, ReasoningTags
+from mstar.processing.stops import StopStrings
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
+from mstar.processing.tool_calls import ToolFormat, tool_format_of
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.processor import Prepared, Processor, ProcessorContext
@@ -21,6 +24,9 @@ from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Pa
 
 __all__ = ["Limits", "TextProcessor", "sampling_params"]
 
+_UNSUPPORTED = "unsupported_parameter"
+_TAIL = 16
+"""Tokens that hold the end of a chat's prompt: a role, line breaks, the tag of a thought."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 DEFAULT_MAX_TOKENS: int = TextOptions.model_fields["default_max_tokens"].default
@@ -60,6 +66,14 @@ class Limits:
         return asked if asked is not None else min(self.default_max_tokens, room)
 
 
+@dataclass(frozen=True)
+class _Rendering:
+    """What rendering an answer takes of its prompt: ids that are no part of the answer, and the prompt's last ids."""
+
+    hidden: tuple[int, ...]
+    tail: tuple[int, ...]
+
+
 class TextProcessor(Processor):
     """Prepares a request with input ``prompt`` (int64 ``[T]``) and sampling parameters for ``sampler``; renders stream
     ``text``. A family's knobs must be :class:`~mstar.spec.knobs.SamplingKnobs` or a subclass.
@@ -70,16 +84,29 @@ class TextProcessor(Processor):
     ``request.inputs``, ``request.sampling`` or ``request.params`` of what it returns. :meth:`renderer`, if other
     streams are to be rendered.
 
+    *Chats.* Knobs that the chat template reads (``enable_thinking``) are handed to it by name. Thoughts and calls of
+    tools are told apart from the text (:mod:`mstar.processing.channels`) where the template knows them.
+
     *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
     They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes. What the
     operator sets for all requests is in ``context.options`` (:class:`~mstar.spec.knobs.TextOptions` or a subclass).
     """
+
+    reasoning: ReasoningTags | None = None
+    """The tags around the model's thoughts; default: those of its chat template."""
+
+    tool_format: type[ToolFormat] | None = None
+    """How the model writes calls; default: the format of its chat template."""
 
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
         if context.weights is None:
             raise SetupError(f"{context.spec.key}: this model needs weights; name a folder or a Hub id with --weights")
         self.tokenizer = TextTokenizer(context.weights)
+        template = self.tokenizer.chat_template
+        if template is not None:
+            self.reasoning = self.reasoning or ReasoningTags.of(template.text)
+            self.tool_format = self.tool_format or tool_format_of(template.text)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
@@ -98,10 +125,30 @@ class TextProcessor(Processor):
             cache_salt=task.tenant,
         )
         hidden = () if params.ignore_eos else params.stop_token_ids
-        return Prepared(request, prompt_tokens=len(ids), state=hidden)
+        return Prepared(request, prompt_tokens=len(ids), state=_Rendering(hidden, tuple(ids[-_TAIL:])))
 
     def renderer(self, task: Task, prepared: Prepared) -> TextRenderer:
-        return TextRenderer(self.tokenizer.decode, task.stop, task.include_stop, hidden=prepared.state)
+        state: _Rendering = prepared.state
+        return TextRenderer(
+            self.tokenizer.decode, hidden=state.hidden, channels=self.channels(task, self._thinks(state.tail))
+        )
+
+    def channels(self, task: Task, thinking: bool) -> Channels:
+        """What tells thoughts, text and calls apart in the answer to *task*.
+
+        :param thinking: the prompt ends in the middle of a thought.
+        """
+        stops = StopStrings(task.stop, task.include_stop)
+        if isinstance(task, CompletionTask):
+            return Channels(stops)
+        if not isinstance(task, ChatTask):
+            return Channels(stops, self.reasoning, thinking)
+        tools = self.tool_format(task.tools) if self.tool_format and _usable(task) else None
+        return Channels(stops, self.reasoning, thinking, tools, single=not task.parallel_tool_calls)
+
+    def _thinks(self, tail: Sequence[int]) -> bool:
+        """Whether a prompt with this *tail* ends in the middle of a thought."""
+        return self.reasoning is not None and self.reasoning.open_in(self.tokenizer.decode(tail, skip_special=False))
 
     def token_bytes(self, token: int) -> bytes:
         """For log-probabilities: the bytes that *token* stands for."""
@@ -134,11 +181,16 @@ class TextProcessor(Processor):
             other = next((a for a in ("completion", "generate") if a in self.context.spec.abilities), None)
             hint = {"completion": ": use /v1/completions", "generate": ": use /generate"}.get(other or "", "")
             raise RequestError(f"this model has no chat template{hint}", param="messages", code="unsupported_task")
+        if task.tools and "tools" not in self.tokenizer.chat_template.reads:
+            raise RequestError("tools: this model's chat template does not know any", param="tools", code=_UNSUPPORTED)
         if task.tool_choice not in (None, "auto", "none"):
             raise RequestError("tool_choice: this model supports 'auto' and 'none' only", param="tool_choice")
         messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
-        tools = () if task.tool_choice == "none" else task.tools
-        return self.tokenizer.encode_chat(messages, tools, add_generation_prompt=task.add_generation_prompt)
+        tools = task.tools if _usable(task) else ()
+        variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}
+        return self.tokenizer.encode_chat(
+            messages, tools, add_generation_prompt=task.add_generation_prompt, **variables
+        )
 
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -161,6 +213,11 @@ class TextProcessor(Processor):
         return self.tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
+def _usable(task: ChatTask) -> bool:
+    """Whether the answer may call any tool."""
+    return bool(task.tools) and task.tool_choice != "none"
+
+
 def _text_of(parts: Sequence[Part], where: str) -> str:
     for i, part in enumerate(parts):
         if not isinstance(part, Text):
@@ -181,6 +238,8 @@ def _plain_message(message: Message, index: int) -> dict[str, Any]:
         "role": "system" if message.role == "developer" else message.role,
         "content": _text_of(message.content, f"messages[{index}].content"),
     }
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
     if message.tool_calls:
         where = f"messages[{index}].tool_calls"
         plain["tool_calls"] = [_plain_call(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
-from mstar.spec.processor import Renderer, TextDelta
+from mstar.processing.channels import Channels, Piece
+from mstar.processing.stops import StopStrings
+from mstar.spec.processor import Delta, ReasoningDelta, Renderer, TextDelta, ToolCallDelta
 from mstar.spec.request import Done, Emit, TokenLogprob
 
-__all__ = ["Detokenizer", "StopStrings", "TextRenderer"]
+__all__ = ["Detokenizer", "TextRenderer"]
 
 Decode = Callable[[Sequence[int]], str]
 """All of a sequence of ids to text, special tokens left out."""
@@ -87,58 +90,15 @@ def _without_unfinished(text: str) -> str:
     return text[:end]
 
 
-class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and holds back only what could become one.
-
-    Of several stop strings the one that ends first wins; of those that end together, the longest. The result does not
-    depend on how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str] = (), include: bool = False):
-        self._stops, self._include = tuple(stops), include
-        self._held = ""
-
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Text to pass on, and whether a stop string was found (then nothing more may be pushed)."""
-        if not self._stops:
-            return piece, False
-        text = self._held + piece
-        found = min(self._ends(text), default=None)
-        if found is not None:
-            end, begin = found
-            self._held = ""
-            return text[: end if self._include else begin], True
-        keep = self._could_begin(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
-
-    def _ends(self, text: str) -> Iterable[tuple[int, int]]:
-        for stop in self._stops:
-            begin = text.find(stop)
-            if begin >= 0:
-                yield begin + len(stop), begin
-
-    def _could_begin(self, text: str) -> int:
-        """Length of the longest end of *text* with which a stop string begins."""
-        longest = min(max(map(len, self._stops)) - 1, len(text))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
-
-    def finish(self) -> str:
-        """What was held back when the text ended."""
-        held, self._held = self._held, ""
-        return held
-
-
 class TextRenderer(Renderer):
-    """One stream of token ids to :class:`TextDelta`. Sets ``finished = "stop"`` at a stop string.
+    """One stream of token ids to :class:`TextDelta`, and to :class:`ReasoningDelta` and :class:`ToolCallDelta` where
+    *channels* tell them apart. Sets ``finished = "stop"`` at a stop string.
 
     Tokens and their log-probabilities go out with the delta that completes their text; those of a stop string that is
     not shown are dropped with it.
 
-    :param decode: ids to text without special tokens. :param hidden: ids that end the answer and are not part of it.
+    :param decode: ids to text without special tokens. :param channels: default: all is text.
+    :param hidden: ids that end the answer and are not part of it.
     :param stream: the stream to render; events of other streams give nothing.
     """
 
@@ -149,19 +109,20 @@ class TextRenderer(Renderer):
         include_stop: bool = False,
         hidden: Iterable[int] = (),
         stream: str = "text",
+        channels: Channels | None = None,
     ):
         self._text = Detokenizer(decode)
-        self._stops = StopStrings(stop, include_stop)
+        self._channels = channels or Channels(StopStrings(stop, include_stop))
         self._hidden, self._stream = frozenset(hidden), stream
         self._decoded = self._released = 0  # characters
         self._unfinished: list[tuple[int, TokenLogprob | None]] = []
         self._waiting: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (where its text begins, token, report)
 
-    def feed(self, event: Emit) -> Iterable[TextDelta]:
+    def feed(self, event: Emit) -> Iterable[Delta]:
         if event.stream != self._stream or self.finished is not None:
             return ()
         reports: Sequence[TokenLogprob | None] = event.logprobs or [None] * len(event.data)
-        pieces = []
+        pieces: list[Piece] = []
         for token, report in zip(event.data, reports, strict=True):
             if token in self._hidden:
                 continue
@@ -169,45 +130,50 @@ class TextRenderer(Renderer):
             piece = self._text.push(token)
             if not self._text.pending:
                 self._place_unfinished()
-            pieces.append(self._advance(piece))
+            pieces += self._advance(piece)
             if self.finished is not None:
                 break
-        return self._delta("".join(pieces))
+        return self._deltas(pieces)
 
-    def finish(self, done: Done | None) -> Iterable[TextDelta]:
+    def finish(self, done: Done | None) -> Iterable[Delta]:
         if self.finished is not None:
             return ()
         self._place_unfinished()
-        text = self._advance(self._text.finish())
+        pieces = self._advance(self._text.finish())
         if self.finished is None:
-            held = self._stops.finish()
-            self._released += len(held)
-            text += held
-        return self._delta(text)
+            pieces += self._channels.finish()
+        return self._deltas(pieces)
 
     def _place_unfinished(self) -> None:
         for token, report in self._unfinished:
             self._waiting.append((self._decoded, token, report))
         self._unfinished.clear()
 
-    def _advance(self, piece: str) -> str:
-        text, stopped = self._stops.push(piece)
+    def _advance(self, piece: str) -> list[Piece]:
         self._decoded += len(piece)
-        self._released += len(text)
-        if stopped:
-            self.finished = "stop"
-        return text
+        pieces = self._channels.push(piece)
+        self.finished = self._channels.finished
+        return pieces
 
-    def _delta(self, text: str) -> Iterable[TextDelta]:
-        tokens, reports = [], []
-        while self._waiting and self._complete():
-            _, token, report = self._waiting.popleft()
-            tokens.append(token)
-            if report is not None:
-                reports.append(report)
-        if not text and not tokens:
-            return ()
-        return (TextDelta(text, tuple(tokens), tuple(reports), self._stream),)
+    def _deltas(self, pieces: Sequence[Piece]) -> Iterable[Delta]:
+        """One delta for neighbours of one kind. Tokens go with the piece that settles their text."""
+        for _, run in groupby(pieces, key=lambda piece: (piece.kind, piece.call)):
+            same = list(run)
+            self._released = same[-1].end
+            tokens, reports = [], []
+            while self._waiting and self._complete():
+                _, token, report = self._waiting.popleft()
+                tokens.append(token)
+                if report is not None:
+                    reports.append(report)
+            text = "".join(piece.text for piece in same)
+            if same[0].kind == "call":
+                name = next((piece.name for piece in same if piece.name), "")
+                if text or name or tokens:
+                    yield ToolCallDelta(same[0].call, name, text, tuple(tokens), self._stream)
+            elif text or tokens:
+                kind = TextDelta if same[0].kind == "text" else ReasoningDelta
+                yield kind(text, tuple(tokens), tuple(reports), self._stream)
 
     def _complete(self) -> bool:
         """Whether the first waiting token's text is out: all of it, or at a stop string any of it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -88,7 +89,7 @@ class TextTokenizer:
             raise _lone_surrogate() from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
@@ -140,15 +141,19 @@ class ChatTemplate:
     """A Hugging Face chat template (or several by name: ``default``, ``tool_use``), rendered in Jinja's sandbox.
 
     :param sources: name → template text. :param variables: what every rendering sees (``bos_token``…).
+    :ivar text: of all templates. :ivar reads: names of the variables that they look at.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any]):
         environment = _environment()
         self._variables = dict(variables)
+        self.text = "\n".join(sources.values())
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise SetupError(f"the chat template is broken at line {error.lineno}: {error.message}") from None
+        trees = [environment.parse(text) for text in sources.values()]
+        self.reads = frozenset().union(*map(jinja2.meta.find_undeclared_variables, trees))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any

@@ -174,7 +174,8 @@ class PagedKV(Resource):
 
     def close(self, owner: Owner) -> None:
         self.pool.close(owner)
-        self._lines.release(owner)
+        line = self._lines.release(owner)
+        self._held[line] = self._room[line] = 0  # the next owner's, until it is opened
         self._planned = None
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
@@ -289,9 +290,14 @@ class PagedKV(Resource):
         self._lines.check(owners)
         self.pool.check(owners)
         for owner in owners:
-            table = self.pool.table(owner)
-            if self._tables[self._lines[owner], : len(table)].tolist() != list(table):
+            table, line = self.pool.table(owner), self._lines[owner]
+            if self._tables[line, : len(table)].tolist() != list(table):
                 raise IntegrityError(f"the page table of {owner} in {self.name!r} is not the pool's")
+            held, room, length = int(self._held[line]), int(self._room[line]), self.pool.length(owner)
+            if held != length:
+                raise IntegrityError(f"{owner} holds {held} tokens of {self.name!r}, but {length} by the pool's books")
+            if room > len(table) * self.pool.page_size:
+                raise IntegrityError(f"{owner} writes up to {room} tokens of {self.name!r} into {len(table)} pages")
 
 
 def flat_positions(

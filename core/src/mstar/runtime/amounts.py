@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar.spec.processor import AudioDelta, Delta, FramesDelta
 from mstar.spec.request import Amount
-from mstar.spec.tasks import Audio, ChatTask, GenerateTask, Image, Part, Task, Video
+from mstar.spec.tasks import Audio, Image, Part, Task, Video
 
 __all__ = ["Made", "brought"]
 
@@ -17,16 +17,10 @@ _UNITS = {"audio": "audio_seconds", "image": "images", "video": "frames"}
 def brought(task: Task, prompt_tokens: int) -> dict[str, Amount]:
     """The input of *task*: ``tokens`` of the prompt, ``audio_seconds``, ``pixels`` of images, ``frames`` of videos."""
     amounts: dict[str, Amount] = {"tokens": prompt_tokens} if prompt_tokens else {}
-    for part in _parts(task):
+    for part in task.media:
         for unit, amount in _amounts(part):
             amounts[unit] = amounts.get(unit, 0) + amount
     return amounts
-
-
-def _parts(task: Task) -> Iterable[Part]:
-    if isinstance(task, GenerateTask):
-        return task.parts
-    return [part for message in task.messages for part in message.content] if isinstance(task, ChatTask) else ()
 
 
 def _amounts(part: Part) -> Iterable[tuple[str, Amount]]:
@@ -54,7 +48,7 @@ class Made:
                 self._add("audio_seconds", len(delta.samples) / delta.rate)
             case FramesDelta():
                 self._add("images" if delta.fps is None else "frames", len(delta.frames))
-            case TextDelta() | ArrayDelta():
+            case _:
                 pass
 
     def _add(self, unit: str, amount: Amount) -> None:

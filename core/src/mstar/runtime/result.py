@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mstar.runtime.answer import Answer
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob, Usage
 
 __all__ = ["Result"]
@@ -74,6 +74,11 @@ class Result:
     def arrays(self) -> list[Any]:
         """Actions, states, embeddings… in the order in which they came."""
         return [delta.data for delta in self._all(ArrayDelta)]
+
+    @property
+    def segments(self) -> list[SegmentDelta]:
+        """A transcript's pieces with their times, in order."""
+        return self._all(SegmentDelta)
 
     def _all(self, kind: type[D]) -> list[D]:
         return [delta for found in self.outputs.values() for delta in found if isinstance(delta, kind)]

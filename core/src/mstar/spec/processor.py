@@ -22,8 +22,13 @@ __all__ = [
     "Prepared",
     "Processor",
     "ProcessorContext",
+    "ProgressDelta",
+    "ReasoningDelta",
     "Renderer",
+    "SegmentDelta",
     "TextDelta",
+    "ToolCallDelta",
+    "Word",
 ]
 
 
@@ -63,6 +68,31 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ReasoningDelta:
+    """New text of what a model thinks before it answers, without tags around it; otherwise as :class:`TextDelta`."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call of one of the task's tools.
+
+    :param index: 0, 1, 2… of the answer's calls, which come one after the other. :param name: of the tool, with the
+        call's first piece; empty after that. :param arguments: a piece of their JSON text.
+    """
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+    tokens: tuple[int, ...] = ()
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
 class AudioDelta:
     """float32 ``[samples]`` (mono) or ``[samples, channels]`` in -1…1 at *rate* Hz."""
 
@@ -89,7 +119,49 @@ class ArrayDelta:
     stream: str = "action"
 
 
-Delta = TextDelta | AudioDelta | FramesDelta | ArrayDelta
+@dataclass(frozen=True)
+class Word:
+    """A spoken word, in seconds from the clip's start."""
+
+    text: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SegmentDelta:
+    """Where a piece of a transcript was said. The text itself has gone out as :class:`TextDelta` before.
+
+    :param start: seconds from the clip's start, as *end*. :param language: code of what was spoken, if that is known.
+    :param avg_logprob: mean log-probability of its tokens. :param no_speech_prob: of there being no speech at all.
+    """
+
+    start: float
+    end: float
+    text: str
+    words: tuple[Word, ...] = ()
+    language: str | None = None
+    tokens: tuple[int, ...] = ()
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
+    stream: str = "text"
+
+
+@dataclass(frozen=True)
+class ProgressDelta:
+    """Step *step* of *total* is done. *preview*: what there is to see, uint8 ``[H, W, 3]``."""
+
+    step: int
+    total: int
+    preview: Any = None
+    stream: str = "progress"
+
+
+Delta = (
+    TextDelta | ReasoningDelta | ToolCallDelta | AudioDelta | FramesDelta | ArrayDelta | SegmentDelta | ProgressDelta
+)
 
 
 class Renderer(abc.ABC):

@@ -14,14 +14,20 @@ __all__ = [
     "Audio",
     "ChatTask",
     "CompletionTask",
+    "EmbeddingTask",
     "File",
     "GenerateTask",
     "Image",
+    "ImageTask",
     "Message",
     "Part",
+    "SpeechTask",
     "Task",
     "Text",
+    "TranscriptionTask",
     "Video",
+    "VideoTask",
+    "VoiceSample",
 ]
 
 
@@ -68,13 +74,14 @@ Part = Text | Image | Audio | Video | File
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. ``content`` keeps the client's order of parts."""
+    """One turn. ``content`` keeps the client's order of parts. *reasoning*: what an assistant thought before it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: tuple[Part, ...] = ()
     tool_calls: Sequence[Mapping[str, Any]] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,7 @@ class Task:
     :param logprobs: ``None``, or the number of alternatives per token.
     :param tenant: whose request it is: tenants share the rows, and neither prompts' heads nor sessions.
     :param timeout: seconds that it may take from now on, within what the deployment allows.
+    :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began.
     """
 
     knobs: Any
@@ -97,15 +105,33 @@ class Task:
     session: str | None = None
     tenant: str = ""
     timeout: float | None = None
+    live: tuple[str, ...] = ()
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        """All that the request brings beside plain text, in the client's order."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTask(Task):
+    """A conversation to go on with.
+
+    :param tools: as OpenAI spells them (``{"type": "function", "function": {"name", "description", "parameters"}}``).
+    :param tool_choice: ``None`` or ``auto`` (the model's choice), ``none``, ``required``, or one tool, as OpenAI spells
+        it (``{"type": "function", "function": {"name"}}``). :param parallel_tool_calls: false: at most one call.
+    """
+
     messages: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     response_format: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return tuple(part for message in self.messages for part in message.content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,5 +145,107 @@ class GenerateTask(Task):
 
     text: str = ""
     parts: tuple[Part, ...] = ()
-    live: tuple[str, ...] = ()
-    """Client streams that stay open for :class:`~mstar.spec.request.Push` after the request began."""
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return self.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingTask(Task):
+    """One text (or its token ids) to one vector, which the renderer gives as an ``ArrayDelta`` of modality
+    ``embedding``, float32 ``[dimensions]``."""
+
+    input: str | Sequence[int]
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True)
+class VoiceSample:
+    """A clip whose voice is to be spoken with.
+
+    :param text: its transcript; empty when not known. :param id: the same for the same clip, so that what a model makes
+        of it can be kept; empty when the clip comes with one request only.
+    """
+
+    audio: Audio
+    text: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechTask(Task):
+    """Text to speech. Speed, language and the like are knobs of the model.
+
+    :param voice: a voice that the model brings (``Processor.voices``), or an expression that it understands.
+    :param sample: the voice as a clip, for models that clone; then *voice* is ``None``.
+    :param instructions: how to speak, for models that take such words.
+    """
+
+    text: str
+    voice: str | None = None
+    sample: VoiceSample | None = None
+    instructions: str = ""
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return () if self.sample is None else (self.sample.audio,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptionTask(Task):
+    """Speech to text.
+
+    :param audio: the whole clip; ``None`` when it arrives on the live stream ``audio``.
+    :param language: code of the spoken language (``en``); ``None``: to be found out.
+    :param translate: write English, whatever was spoken. :param prompt: what was said or is to be spelled so.
+    :param timestamps: which times the client wants.
+    """
+
+    audio: Audio | None
+    language: str | None = None
+    translate: bool = False
+    prompt: str = ""
+    timestamps: tuple[Literal["segment", "word"], ...] = ()
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return () if self.audio is None else (self.audio,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTask(Task):
+    """A picture from words, or from words and pictures.
+
+    :param images: references, or what is to be edited. :param mask: of the first image's size: transparent where it
+        is to be edited, as uint8 ``[H, W]``, 255 where it stays.
+    :param size: width and height in pixels; ``None``: the model's choice.
+    """
+
+    prompt: str
+    images: tuple[Image, ...] = ()
+    mask: Any = None
+    size: tuple[int, int] | None = None
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return self.images
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoTask(Task):
+    """A video from words, or from words and pictures or a video.
+
+    :param images: the first frame (and further ones, as the model takes them). :param size: width and height.
+    :param seconds: ``None``: the model's choice. The rate is the model's, or a knob.
+    """
+
+    prompt: str
+    images: tuple[Image, ...] = ()
+    video: Video | None = None
+    size: tuple[int, int] | None = None
+    seconds: float | None = None
+
+    @property
+    def media(self) -> tuple[Part, ...]:
+        return self.images if self.video is None else (*self.images, self.video)

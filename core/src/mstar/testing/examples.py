@@ -11,7 +11,22 @@ from mstar.registry import load_object
 from mstar.spec.errors import SetupError
 from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
-from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Part, Task, Text
+from mstar.spec.tasks import (
+    Audio,
+    ChatTask,
+    CompletionTask,
+    EmbeddingTask,
+    GenerateTask,
+    Image,
+    ImageTask,
+    Message,
+    Part,
+    SpeechTask,
+    Task,
+    Text,
+    TranscriptionTask,
+    VideoTask,
+)
 
 __all__ = ["Example", "draw_examples", "task_for"]
 
@@ -74,17 +89,32 @@ def _settled(spec: ModelSpec, example: Example, rng: random.Random) -> Example:
 def task_for(
     spec: ModelSpec, example: Example, ability: str | None = None, live: tuple[str, ...] = (), **more: Any
 ) -> Task:
-    """*example* as the task of *ability* (default: the first of generate, chat and completion that *spec* has).
+    """*example* as the task of *ability* (default: the first of generate, chat and completion that *spec* has, else its
+    first ability).
 
     :param live: the client streams that stay open. :param more: further fields of :class:`~mstar.spec.tasks.Task`.
     :raises RequestError: a knob of the example is not valid.
     """
     known = ("generate", "chat", "completion")
-    ability = ability or next((a for a in known if a in spec.abilities), "generate")
+    ability = ability or next((a for a in known if a in spec.abilities), spec.abilities[0])
     knobs = validate_knobs(spec.knobs, dict(example.knobs))
-    if ability == "chat":
-        content = (*example.parts, Text(example.text))
-        return ChatTask(knobs=knobs, want=example.want, messages=(Message("user", content),), **more)
-    if ability == "completion":
-        return CompletionTask(knobs=knobs, want=example.want, prompt=example.text, **more)
-    return GenerateTask(knobs=knobs, want=example.want, text=example.text, parts=example.parts, live=live, **more)
+    common: dict[str, Any] = {"knobs": knobs, "want": example.want, "live": live, **more}
+    images = tuple(part for part in example.parts if isinstance(part, Image))
+    match ability:
+        case "chat":
+            return ChatTask(messages=(Message("user", (*example.parts, Text(example.text))),), **common)
+        case "completion":
+            return CompletionTask(prompt=example.text, **common)
+        case "embedding":
+            return EmbeddingTask(input=example.text, **common)
+        case "speech":
+            return SpeechTask(text=example.text, **common)
+        case "transcription" | "translation":
+            audio = next((part for part in example.parts if isinstance(part, Audio)), None)
+            return TranscriptionTask(audio=audio, translate=ability == "translation", **common)
+        case "image" | "image_edit":
+            return ImageTask(prompt=example.text, images=images, **common)
+        case "video":
+            return VideoTask(prompt=example.text, images=images, **common)
+        case _:
+            return GenerateTask(text=example.text, parts=example.parts, **common)

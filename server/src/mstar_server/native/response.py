@@ -6,12 +6,24 @@ frames as PNG files with their rate. Arrays are nested lists with dtype and shap
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, TextDelta
+from mstar.spec.processor import (
+    ArrayDelta,
+    AudioDelta,
+    Delta,
+    FramesDelta,
+    ProgressDelta,
+    ReasoningDelta,
+    SegmentDelta,
+    TextDelta,
+    ToolCallDelta,
+)
 from mstar_server.encode import base64_text, channels, pcm16, png, wav
 from mstar_server.protocols import Answer
 
@@ -20,19 +32,26 @@ __all__ = ["delta_object", "done_object", "is_heavy", "whole_object"]
 
 def is_heavy(delta: Delta) -> bool:
     """Encoding *delta* takes milliseconds: do it in a thread."""
-    return isinstance(delta, FramesDelta)
+    return isinstance(delta, FramesDelta) or (isinstance(delta, ProgressDelta) and delta.preview is not None)
 
 
 def delta_object(delta: Delta, index: int) -> dict[str, Any]:
     """One delta; *index* counts those of its stream."""
     head = {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
-    if isinstance(delta, TextDelta):
+    if isinstance(delta, TextDelta | ReasoningDelta):
         return {**head, "text": delta.text}
+    if isinstance(delta, ToolCallDelta):
+        return {**head, "call": delta.index, "name": delta.name, "arguments": delta.arguments}
     if isinstance(delta, AudioDelta):
         facts = {"encoding": "pcm_s16le", "rate": delta.rate, "channels": channels(delta.samples)}
         return {**head, **facts, "data": base64_text(pcm16(delta.samples))}
     if isinstance(delta, FramesDelta):
         return {**head, "encoding": "png", **_frames(delta.frames, delta.fps)}
+    if isinstance(delta, SegmentDelta):
+        return {**head, **_segment(delta)}
+    if isinstance(delta, ProgressDelta):
+        preview = {} if delta.preview is None else {"preview": base64_text(png(delta.preview))}
+        return {**head, "step": delta.step, "total": delta.total, **preview}
     return {**head, **_array(delta.data)}
 
 
@@ -53,6 +72,8 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
     """The whole answer: what each stream said, joined, in lists by modality."""
     streams: dict[tuple[str, str], list[Any]] = {}
     for delta in deltas:
+        if isinstance(delta, ProgressDelta):
+            continue  # of no interest once all is done
         streams.setdefault((modality(delta), delta.stream), []).append(delta)
     outputs: dict[str, list[dict[str, Any]]] = {}
     for (kind, stream), parts in streams.items():
@@ -68,15 +89,23 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
 def modality(delta: Delta) -> str:
     if isinstance(delta, TextDelta):
         return "text"
+    if isinstance(delta, ReasoningDelta):
+        return "reasoning"
+    if isinstance(delta, ToolCallDelta):
+        return "tool_call"
     if isinstance(delta, AudioDelta):
         return "audio"
     if isinstance(delta, ArrayDelta):
         return delta.modality
+    if isinstance(delta, SegmentDelta):
+        return "segment"
+    if isinstance(delta, ProgressDelta):
+        return "progress"
     return "image" if delta.fps is None else "video"
 
 
 def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
-    if kind == "text":
+    if kind in ("text", "reasoning"):
         return [{"text": "".join(part.text for part in parts)}]
     if kind == "audio":
         samples, rate = np.concatenate([part.samples for part in parts]), parts[0].rate
@@ -87,7 +116,20 @@ def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
         return [{"encoding": "png", **_frames([f for part in parts for f in part.frames], parts[0].fps)}]
     if kind == "image":
         return [{"encoding": "png", "data": base64_text(png(frame))} for part in parts for frame in part.frames]
+    if kind == "tool_call":
+        return [_call(list(pieces)) for _, pieces in groupby(parts, key=lambda piece: piece.index)]
+    if kind == "segment":
+        return [_segment(part) for part in parts]
     return [_array(part.data) for part in parts]
+
+
+def _call(pieces: list[ToolCallDelta]) -> dict[str, Any]:
+    return {"name": pieces[0].name, "arguments": "".join(piece.arguments for piece in pieces)}
+
+
+def _segment(delta: SegmentDelta) -> dict[str, Any]:
+    facts = {name: value for name, value in dataclasses.asdict(delta).items() if name != "stream"}
+    return {**facts, "tokens": list(delta.tokens), "words": list(facts["words"])}
 
 
 def _frames(frames: Any, fps: float | None) -> dict[str, Any]:

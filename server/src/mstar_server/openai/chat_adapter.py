@@ -6,8 +6,6 @@ A family that can do more (tools, structured output, speech) registers its own t
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,22 +13,27 @@ from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import ChatTask, Message, Part, Task, Text
 from mstar_server.media import decode_audio, decode_base64, decode_image, split_data_url
-from mstar_server.openai.chat_request import ChatMessage, ChatRequest, ContentPart, knob_values
+from mstar_server.openai.chat_request import ChatMessage, ChatRequest, ContentPart
+from mstar_server.openai.text_request import (
+    check_stream_options,
+    choices,
+    knob_values,
+    logit_bias,
+    samples,
+    stop_strings,
+)
+from mstar_server.openai.tools import read_tools, tool_choice
 from mstar_server.options import ServerOptions
 
 __all__ = ["ChatAdapter"]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "moderation": (),
 }
@@ -52,26 +55,22 @@ class ChatAdapter:
             if value is not None and value not in neutral:
                 message = f"{name!r} is not supported by {self.spec.key!r} on this route"
                 raise RequestError(message, param=name, code="unsupported_parameter")
-        if body.stream_options is not None and not body.stream:
-            raise RequestError("'stream_options' needs 'stream': true", param="stream_options")
+        check_stream_options(body)
+        tools = read_tools(body.tools)
         task = ChatTask(
             knobs=knob_values(body, self.spec.knobs),
             messages=self._messages(body.messages),
+            tools=tools,
+            tool_choice=tool_choice(body.tool_choice, tools),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            response_format=body.response_format,
             want=("text",),
-            stop=_stop(body.stop),
+            stop=stop_strings(body.stop),
             include_stop=bool(body.include_stop_str_in_output),
             logprobs=_logprobs(body),
-            logit_bias=_logit_bias(body.logit_bias),
+            logit_bias=logit_bias(body.logit_bias),
         )
-        return _samples(task, self._choices(body.n))
-
-    def _choices(self, n: int | None) -> int:
-        limit = self.options.max_choices
-        if n is not None and not 1 <= n <= limit:
-            raise RequestError(
-                f"'n' must be 1…{limit}, got {n}; the nearest valid value is {min(max(n, 1), limit)}", param="n"
-            )
-        return n or 1
+        return samples(task, choices(body.n, self.options))
 
     def _messages(self, messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
         if not messages:
@@ -97,7 +96,8 @@ class ChatAdapter:
             content = (Text(message.content),)
         else:
             content = tuple(self._part(p, f"{where}.content[{i}]") for i, p in enumerate(message.content))
-        return Message(message.role, content, calls, message.tool_call_id, message.name)
+        reasoning = message.reasoning_content or message.reasoning or ""
+        return Message(message.role, content, calls, message.tool_call_id, message.name, reasoning)
 
     def _part(self, part: ContentPart, where: str) -> Part:
         value = getattr(part, part.type)
@@ -149,33 +149,7 @@ def _check_size(messages: Sequence[ChatMessage], options: ServerOptions) -> None
         raise RequestError(f"{media} media parts are more than the limit of {options.max_files}", param="messages")
 
 
-def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
 def _logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    result: dict[int, float] = {}
-    for token, value in (bias or {}).items():
-        if not (token.isascii() and token.isdecimal() and len(token) <= 18):  # more digits are beyond 64 bits
-            raise RequestError(f"'logit_bias': {token[:40]!r} is not a token id", param="logit_bias")
-        if not (math.isfinite(value) and -100 <= value <= 100):
-            raise RequestError(f"'logit_bias': {value} for token {token[:40]} is not in -100…100", param="logit_bias")
-        result[int(token)] = value
-    return result
-
-
-def _samples(task: ChatTask, n: int) -> list[Task]:
-    seed = getattr(task.knobs, "seed", None)
-    if seed is None:
-        return [task] * n
-    # seeds are 64-bit: the last ones wrap round
-    seeds = [(seed + i + 2**63) % 2**64 - 2**63 for i in range(n)]
-    return [dataclasses.replace(task, knobs=task.knobs.model_copy(update={"seed": s})) for s in seeds]

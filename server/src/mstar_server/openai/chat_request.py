@@ -1,23 +1,22 @@
 """The body of ``POST /v1/chat/completions``, as OpenAI's clients send it.
 
 Only shapes are judged here. Sampling values are judged by the model's own knobs, so that a model may have other bounds;
-a field that is neither named here nor a knob of the model is refused by :func:`knob_values` with the nearest known one.
+a field that is neither named here nor a knob of the model is refused by
+:func:`~mstar_server.openai.text_request.knob_values` with the nearest known one.
 Reference: OpenAI's API reference of chat completions and the request types of its Python client.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from mstar.spec.errors import RequestError, nearest
-from mstar.spec.knobs import Knobs, validate_knobs
+from mstar.spec.knobs import Knobs
+from mstar_server.openai.text_request import TextRequest, Whole
 
-__all__ = ["ChatMessage", "ChatRequest", "ContentPart", "StreamOptions", "knob_values"]
-
-Number = Annotated[float, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True)]
+__all__ = ["ChatMessage", "ChatRequest", "ContentPart"]
 
 
 class _Body(BaseModel):
@@ -48,46 +47,19 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="What an assistant thought, as the answer said it.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
-class StreamOptions(_Body):
-    include_usage: StrictBool | None = Field(None, description="End the stream with a chunk that carries the usage.")
-    include_obfuscation: StrictBool | None = Field(None, description="Accepted and ignored.")
-
-
-class ChatRequest(BaseModel):
+class ChatRequest(TextRequest):
     """A chat request. A model's further knobs (its listing names them) are fields of the same object."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    model: str
     messages: list[ChatMessage]
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    n: Whole | None = Field(None, description="How many choices.")
-
-    temperature: Number | None = None
-    top_p: Number | None = None
-    seed: Whole | None = None
-    max_tokens: Whole | None = Field(None, description="The older name of max_completion_tokens.")
     max_completion_tokens: Whole | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, Number] | None = Field(None, description="Token id → -100…100, added to its logit.")
     logprobs: StrictBool | None = None
     top_logprobs: Whole | None = Field(None, ge=0, le=20)
-
-    top_k: Whole | None = Field(None, description="Extension.")
-    min_p: Number | None = Field(None, description="Extension.")
-    repetition_penalty: Number | None = Field(None, description="Extension.")
-    min_tokens: Whole | None = Field(None, description="Extension.")
-    ignore_eos: StrictBool | None = Field(None, description="Extension.")
-    include_stop_str_in_output: StrictBool | None = Field(
-        None, description="Extension: keep the stop string that ended it."
-    )
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -99,50 +71,36 @@ class ChatRequest(BaseModel):
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(None, description="For models that have a knob of this name.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extension: knobs that the chat template reads, `enable_thinking` say."
+    )
     verbosity: str | None = None
     moderation: dict[str, Any] | None = None
 
     store: Any = Field(None, description="Accepted and ignored.")
     metadata: Any = Field(None, description="Accepted and ignored.")
-    user: Any = Field(None, description="Accepted and ignored.")
     service_tier: Any = Field(None, description="Accepted and ignored.")
     safety_identifier: Any = Field(None, description="Accepted and ignored.")
     prompt_cache_key: Any = Field(None, description="Accepted and ignored.")
     prompt_cache_options: Any = Field(None, description="Accepted and ignored.")
     prompt_cache_retention: Any = Field(None, description="Accepted and ignored.")
 
+    def token_limit(self) -> tuple[str, int | None]:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) differ: send one of them"
+            raise RequestError(message, param="max_tokens")
+        return ("max_tokens", old) if new is None else ("max_completion_tokens", new)
 
-_KNOBS = (
-    "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
-    "min_tokens", "ignore_eos",
-)  # fmt: skip
-
-
-def knob_values(body: ChatRequest, knobs: type[Knobs]) -> Knobs:
-    """The knobs that the client set, validated as the model wants them. A field sent as ``null`` counts as not sent."""
-    values = {name: value for name in _KNOBS if (value := getattr(body, name)) is not None}
-    limit = _max_tokens(body)
-    if limit is not None:
-        values["max_tokens"] = limit
-    for name, value in (body.model_extra or {}).items():
-        if name not in knobs.model_fields:
-            known = nearest(name, {*ChatRequest.model_fields, *knobs.model_fields})
-            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
-        if value is not None:
-            values[name] = value
-    try:
-        return validate_knobs(knobs, values)
-    except RequestError as error:
-        if error.param == "max_tokens" and body.max_tokens is None:  # name the field as the client spelled it
-            error.param = "max_completion_tokens"
-            error.message = error.message.replace("'max_tokens'", "'max_completion_tokens'")
-        raise
-
-
-def _max_tokens(body: ChatRequest) -> int | None:
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) differ: send one of them"
-        raise RequestError(message, param="max_tokens")
-    return old if new is None else new
+    def further_knobs(self, knobs: type[Knobs]) -> dict[str, Any]:
+        found = {}
+        for name, value in (self.chat_template_kwargs or {}).items():
+            if name not in knobs.model_fields:
+                where = f"chat_template_kwargs.{name}"
+                message = f"unknown parameter {where!r}{nearest(name, knobs.model_fields)}"
+                raise RequestError(message, param=where, code="unknown_parameter")
+            found[name] = value
+        if self.reasoning_effort is not None and "reasoning_effort" in knobs.model_fields:
+            found["reasoning_effort"] = self.reasoning_effort
+        return found

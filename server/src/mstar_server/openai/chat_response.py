@@ -5,47 +5,20 @@ A chunk is put together from fragments that are encoded once per answer: per tok
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from mstar.spec.errors import RequestError
-from mstar.spec.processor import Processor, TextDelta
+from mstar.spec.processor import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from mstar.spec.request import TokenLogprob
+from mstar_server.openai.text_answers import Head, finish_reason, texts, usage_object
 from mstar_server.protocols import Answer
 
-__all__ = [
-    "ChatChunks",
-    "Head",
-    "chat_completion",
-    "finish_reason",
-    "logprob_entries",
-    "token_bytes_of",
-    "usage_object",
-]
+__all__ = ["ChatChunks", "chat_completion", "chat_finish", "logprob_entries"]
 
 _encode = msgspec.json.Encoder().encode
-_FINISH = {"stop": "stop", "length": "length", "done": "stop", "end_of_input": "stop"}
-
-
-def finish_reason(reason: str | None) -> str:
-    """The engine's finish reason in OpenAI's words; a model's own word is passed on."""
-    return "stop" if reason is None else _FINISH.get(reason, reason)
-
-
-def usage_object(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens of all choices. The prompt, which they share, counts once."""
-    prompt = answers[0].prompt_tokens
-    completion = sum(answer.completion_tokens for answer in answers)
-    first = answers[0].usage
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": first.cached if first is not None else 0},
-    }
 
 
 def logprob_entries(logprobs: Sequence[TokenLogprob], token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
@@ -61,25 +34,6 @@ def _entry(token: int, logprob: float, token_bytes: Callable[[int], bytes]) -> d
     data = token_bytes(token)
     # OpenAI's lowest value for "practically impossible" is -9999; JSON has no minus infinity
     return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
-
-
-def token_bytes_of(processor: Processor) -> Callable[[int], bytes]:
-    """How *processor* spells a token: processors that report log-probabilities have ``token_bytes(id) -> bytes``."""
-    found: Callable[[int], bytes] | None = getattr(processor, "token_bytes", None)
-    if found is None:
-        message = "'logprobs' is not supported by this model"
-        raise RequestError(message, param="logprobs", code="unsupported_parameter")
-    return found
-
-
-@dataclass(frozen=True)
-class Head:
-    """What all chunks of an answer, and the answer itself, have in common."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
 
 
 class ChatChunks:
@@ -99,25 +53,39 @@ class ChatChunks:
         }
         self._prefix = b"data: " + _encode(common)[:-1] + b',"choices":['
         self._suffix = b'],"usage":null}\n\n' if usage else b"]}\n\n"
-        self._token_bytes = token_bytes
+        self._token_bytes, self._usage = token_bytes, usage
+        self._reasoning, self._called = 0, set[int]()
         self.keepalive = self._choice(0, b'{"content":""}')
 
-    def role(self, index: int) -> bytes:
+    def begin(self, index: int) -> bytes:
         return self._choice(index, b'{"role":"assistant","content":""}')
 
-    def text(self, index: int, delta: TextDelta) -> bytes:
-        logprobs = b"null"
-        if self._token_bytes is not None and delta.logprobs:
-            entries = logprob_entries(delta.logprobs, self._token_bytes)
-            logprobs = _encode({"content": entries, "refusal": None})
-        return self._choice(index, b'{"content":' + _encode(delta.text) + b"}", logprobs)
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if isinstance(delta, TextDelta):
+            if not (delta.text or delta.logprobs):
+                return b""
+            logprobs = b"null"
+            if self._token_bytes is not None and delta.logprobs:
+                entries = logprob_entries(delta.logprobs, self._token_bytes)
+                logprobs = _encode({"content": entries, "refusal": None})
+            return self._choice(index, b'{"content":' + _encode(delta.text) + b"}", logprobs)
+        if isinstance(delta, ReasoningDelta):
+            self._reasoning += len(delta.tokens)
+            return self._choice(index, b'{"reasoning_content":' + _encode(delta.text) + b"}") if delta.text else b""
+        if isinstance(delta, ToolCallDelta) and (delta.name or delta.arguments):
+            self._called.add(index)
+            return self._choice(index, _encode({"tool_calls": [_call_piece(delta)]}))
+        return b""
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, answer: Answer) -> bytes:
+        reason = chat_finish(answer.finish_reason, index in self._called)
         # an empty text rather than no field: some clients choke on a delta with neither role nor content
         return self._choice(index, b'{"content":""}', finish=_encode(reason))
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        return self._prefix + b'],"usage":' + _encode(usage) + b"}\n\n"
+    def usage(self, answers: Sequence[Answer]) -> bytes:
+        if not self._usage:
+            return b""
+        return self._prefix + b'],"usage":' + _encode(usage_object(answers, None, self._reasoning)) + b"}\n\n"
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -128,25 +96,20 @@ class ChatChunks:
 def chat_completion(
     head: Head,
     answers: Sequence[Answer],
-    deltas: Sequence[Sequence[TextDelta]],
+    deltas: Sequence[Sequence[Delta]],
     token_bytes: Callable[[int], bytes] | None,
 ) -> bytes:
     """The whole answer: one choice per answer, from its *deltas*."""
-    choices = []
-    for index, (answer, parts) in enumerate(zip(answers, deltas, strict=True)):
+    choices, reasoning = [], 0
+    for index, (answer, said) in enumerate(zip(answers, deltas, strict=True)):
         logprobs = None
         if token_bytes is not None:
-            entries = logprob_entries([item for part in parts for item in part.logprobs], token_bytes)
+            entries = logprob_entries([item for part in texts(said) for item in part.logprobs], token_bytes)
             logprobs = {"content": entries, "refusal": None}
-        message = {"role": "assistant", "content": "".join(part.text for part in parts), "refusal": None}
-        choices.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": logprobs,
-                "finish_reason": finish_reason(answer.finish_reason),
-            }
-        )
+        reasoning += sum(len(delta.tokens) for delta in said if isinstance(delta, ReasoningDelta))
+        message = _message(said)
+        reason = chat_finish(answer.finish_reason, "tool_calls" in message)
+        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     return _encode(
         {
             "id": head.id,
@@ -155,6 +118,38 @@ def chat_completion(
             "model": head.model,
             "system_fingerprint": head.fingerprint,
             "choices": choices,
-            "usage": usage_object(answers),
+            "usage": usage_object(answers, None, reasoning),
         }
     )
+
+
+def _message(said: Sequence[Delta]) -> dict[str, Any]:
+    text = "".join(part.text for part in texts(said))
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in said:
+        if isinstance(delta, ToolCallDelta) and (delta.name or delta.arguments):
+            piece = _call_piece(delta)
+            if delta.index in calls:
+                calls[delta.index]["function"]["arguments"] += delta.arguments
+            else:
+                calls[delta.index] = {"id": piece["id"], "type": "function", "function": piece["function"]}
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if thoughts := "".join(delta.text for delta in said if isinstance(delta, ReasoningDelta)):
+        message["reasoning_content"] = thoughts
+    if calls:
+        message |= {"content": text or None, "tool_calls": list(calls.values())}
+    return message
+
+
+def _call_piece(delta: ToolCallDelta) -> dict[str, Any]:
+    """A call's first piece has its id and the tool's name, further ones have arguments only."""
+    if delta.name:
+        head = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+        return {"index": delta.index, **head, "function": {"name": delta.name, "arguments": delta.arguments}}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
+
+
+def chat_finish(reason: str | None, called: bool) -> str:
+    """OpenAI's finish reason; an answer that came to its end with a call of a tool has one of its own."""
+    found = finish_reason(reason)
+    return "tool_calls" if called and found == "stop" else found

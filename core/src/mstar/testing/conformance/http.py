@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mstar.cluster.base import WorkerConfig
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
@@ -183,11 +183,7 @@ def _chat(server: _Server, route: str, example: Example) -> None:
     choice = server.post(route, body).json()["choices"][0]
     if not isinstance(choice["message"]["content"], str) or choice["finish_reason"] not in ("stop", "length"):
         fail(f"{server.spec.key!r}: POST {route} answered no text with a finish reason: {choice}")
-    text = server.post(route, {**body, "stream": True}).text
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    if events[-1] != "[DONE]":
-        fail(f"{server.spec.key!r}: the stream of POST {route} ended with {events[-1]}")
-    choices = [choice for event in events[:-1] for choice in json.loads(event).get("choices", ())]
+    choices = _chunks(server, route, {**body, "stream": True})
     streamed = "".join(choice["delta"].get("content") or "" for choice in choices)
     _check_same_text(server.spec, route, choice["message"]["content"], streamed)
 
@@ -197,9 +193,27 @@ def _completion(server: _Server, route: str, example: Example) -> None:
     choice = server.post(route, body).json()["choices"][0]
     if not isinstance(choice["text"], str) or choice["finish_reason"] not in ("stop", "length"):
         fail(f"{server.spec.key!r}: POST {route} answered no text with a finish reason: {choice}")
+    choices = _chunks(server, route, {**body, "stream": True})
+    _check_same_text(server.spec, route, choice["text"], "".join(choice["text"] for choice in choices))
 
 
-_ROUND_TRIPS = {"generate": _generate, "chat": _chat, "completion": _completion}
+def _chunks(server: _Server, route: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices in the events of a stream."""
+    text = server.post(route, body).text
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if events[-1] != "[DONE]":
+        fail(f"{server.spec.key!r}: the stream of POST {route} ended with {events[-1]}")
+    return [choice for event in events[:-1] for choice in json.loads(event).get("choices", ())]
+
+
+def _embedding(server: _Server, route: str, example: Example) -> None:
+    knobs = {name: value for name, value in example.knobs.items() if name in server.spec.knobs.model_fields}
+    data = server.post(route, {"model": server.spec.key, "input": [example.text, example.text], **knobs}).json()["data"]
+    if len(data) != 2 or not data[0]["embedding"] or len(data[0]["embedding"]) != len(data[1]["embedding"]):
+        fail(f"{server.spec.key!r}: POST {route} did not give two vectors of one size for two texts: {data}")
+
+
+_ROUND_TRIPS = {"generate": _generate, "chat": _chat, "completion": _completion, "embedding": _embedding}
 
 
 def _live(server: _Server, example: Example) -> None:

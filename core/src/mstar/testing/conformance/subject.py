@@ -20,7 +20,7 @@ import torch
 from mstar.plugins import Plugin, installed_entries, load_plugins
 from mstar.registry import RegisteredModel, Registry, load_object
 from mstar.resources.base import IntegrityError
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import PluginError, RequestError, SetupError, nearest

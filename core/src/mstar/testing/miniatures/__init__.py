@@ -1,4 +1,4 @@
-"""Fourteen tiny models, one for each shape that the core must carry.
+"""Tiny models, at least one for each of the fourteen shapes that the core must carry.
 
 Each is a few dozen lines on the public interfaces alone, and its right answer can be computed in closed form. Register
 them with ``MSTAR_EXTRA_PLUGINS=mstar.testing.miniatures``, then ``mstar serve mini_chat``.

@@ -63,6 +63,10 @@ def ctc_answer(frames: np.ndarray) -> list[int]:
     return [int(v) for v in np.rint(padded.reshape(-1, 2).mean(1))]
 
 
+def embed_answer(ids: list[int]) -> np.ndarray:
+    return np.array([len(ids), sum(ids), ids[0], ids[-1]], dtype=np.float32)
+
+
 def transducer_answer(frames: list[int]) -> list[int]:
     out, last = [], 0
     for frame in frames:
@@ -267,6 +271,15 @@ MINIATURES = (
         _plain_example,
         lambda e: {"text": decode(ctc_answer(frames_for(e.text)))},
         prepare=_PROCESSORS + "FramesProcessor",
+    ),
+    Miniature(
+        "mini_embed",
+        "shape 3: encoder that gives one vector for the whole text",
+        _MODELS + "speech:Embed",
+        {"vector": "embedding"},
+        _plain_example,
+        lambda e: {"vector": embed_answer(encode(e.text))[None]},
+        abilities=("generate", "embedding"),
     ),
     Miniature(
         "mini_transducer",

@@ -24,7 +24,17 @@ from mstar.spec.processor import (
     TextDelta,
 )
 from mstar.spec.request import Emit, EngineRequest, SamplingParams
-from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Task, Text
+from mstar.spec.tasks import (
+    ChatTask,
+    CompletionTask,
+    EmbeddingTask,
+    GenerateTask,
+    ImageTask,
+    SpeechTask,
+    Task,
+    Text,
+    VideoTask,
+)
 from mstar.testing.examples import Example
 
 __all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
@@ -93,16 +103,28 @@ class Miniature:
 
 def text_of(task: Task) -> str:
     """The request's text, whatever route it came by."""
-    if isinstance(task, GenerateTask):
+    if isinstance(task, GenerateTask | SpeechTask):
         return task.text
+    if isinstance(task, ImageTask | VideoTask):
+        return task.prompt
+    if isinstance(task, EmbeddingTask):
+        return task.input if isinstance(task.input, str) else _decode_ids(task.input, "input")
     if isinstance(task, CompletionTask):
-        return task.prompt if isinstance(task.prompt, str) else _decode_prompt(task.prompt)
+        return task.prompt if isinstance(task.prompt, str) else _decode_ids(task.prompt, "prompt")
     if isinstance(task, ChatTask):
         return "".join(p.text for m in task.messages for p in m.content if isinstance(p, Text))
     raise RequestError(f"miniatures take no {type(task).__name__}")
 
 
-_FIELDS: Mapping[type[Task], str] = {ChatTask: "messages", CompletionTask: "prompt"}
+_FIELDS: Mapping[type[Task], str] = {
+    ChatTask: "messages",
+    CompletionTask: "prompt",
+    EmbeddingTask: "input",
+    ImageTask: "prompt",
+    SpeechTask: "input",
+    VideoTask: "prompt",
+}
+"""Where a task's text stood in the request."""
 
 
 class MiniProcessor(Processor):
@@ -117,6 +139,8 @@ class MiniProcessor(Processor):
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         _refuse_media(task)
+        if isinstance(task, EmbeddingTask) and task.dimensions is not None:
+            raise RequestError("dimensions: this model's vectors have one size", param="dimensions")
         knobs = task.knobs
         sampling = {}
         if isinstance(knobs, SamplingKnobs):
@@ -143,7 +167,7 @@ class MiniProcessor(Processor):
             params=knobs.model_dump(),
             sampling=sampling,
             want=task.want,
-            client_streams=task.live if isinstance(task, GenerateTask) else (),
+            client_streams=task.live,
             session=task.session,
             tenant=task.tenant,
         )
@@ -158,10 +182,10 @@ class MiniProcessor(Processor):
         return ALPHABET[token].encode()
 
 
-def _decode_prompt(ids: Sequence[int]) -> str:
+def _decode_ids(ids: Sequence[int], field: str) -> str:
     for i, token in enumerate(ids):
         if not 0 <= token < VOCAB:
-            raise RequestError(f"prompt[{i}]: {token} is no token id (0 to {VOCAB - 1})", param=f"prompt[{i}]")
+            raise RequestError(f"{field}[{i}]: {token} is no token id (0 to {VOCAB - 1})", param=f"{field}[{i}]")
     return decode(ids)
 
 

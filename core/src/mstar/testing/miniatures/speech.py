@@ -37,7 +37,7 @@ from mstar.testing.miniatures.catalog import BLANK, CODEBOOKS, FRAME, PADS, STEP
 from mstar.testing.miniatures.common import RATE
 from mstar.testing.miniatures.text import IDS, KV, PROMPT, SHAPE, TEXT, TOKEN, SumNode, generate, text_demand
 
-__all__ = ["Ctc", "Duplex", "Omni", "Transducer", "Tts"]
+__all__ = ["Ctc", "Duplex", "Embed", "Omni", "Transducer", "Tts"]
 
 FRAMES = Port("frames", "float32", ("F",), "packed")
 
@@ -73,6 +73,34 @@ class Ctc(Model):
 
     def build(self, node: str) -> Node:
         return CtcEncoder()
+
+
+class EmbedNode(Node):
+    """A text is its number of tokens, their sum, the first and the last."""
+
+    def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
+        rows = torch.split(ids, list(step.lengths))
+        return {
+            "vector": torch.stack([torch.stack([r.new_tensor(len(r)), r.sum(), r[0], r[-1]]) for r in rows]).float()
+        }
+
+
+class Embed(Model):
+    """Shape 3 again: an encoder that gives one vector for the whole input."""
+
+    def graph(self) -> Graph:
+        vector = Port("vector", "float32", (4,), "stacked")
+        call = Call("encoder", inputs={"ids": "prompt"}, emit={"vector": "vector"})
+        return Graph(
+            nodes=(NodeSpec("encoder", (Entry(inputs=(IDS,), outputs=(vector,)),)),),
+            walks={"embed": call},
+            partitions=(Partition("main", ("embed",)),),
+            streams=(Stream("vector", "main", CLIENT, vector, "embedding"),),
+            inputs=(PROMPT,),
+        )
+
+    def build(self, node: str) -> Node:
+        return EmbedNode()
 
 
 # --- shape 4
