@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,6 +248,15 @@ class RequestRun:
             self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs))
         return False
 
+    def _tell(self, loop: LoopOp, name: str, done: int) -> None:
+        """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
+        out = self.out[name]
+        if out.full or out.spec.modality not in self.request.want:
+            return
+        total = min((self._times(stop) for stop in loop.stops if isinstance(stop, Times)), default=0)
+        data = np.array([[done, total]], dtype=np.int64)
+        self._emit(Emit(id=self.request.id, stream=name, seq=out.sent(1, time.monotonic()), data=data))
+
     def _next_walk(self, partition: _Partition, outcome: Outcome | None) -> None:
         try:
             run = next(partition.route) if outcome is None else partition.route.send(outcome)
@@ -288,6 +298,8 @@ class RequestRun:
                     pc = op.exit
             elif isinstance(op, LoopEndOp):
                 partition.loops[op.loop] += 1
+                if op.loop.progress is not None:
+                    self._tell(op.loop, op.loop.progress, partition.loops[op.loop])
                 pc = op.head
             elif isinstance(op, ForkOp):
                 partition.joins[op] = len(op.branches)

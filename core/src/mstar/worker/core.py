@@ -509,7 +509,10 @@ class Worker:
     def _answering(self, request: str) -> bool:
         """Whether *request* has a first token or other output."""
         live = self._live.get(request)
-        return live is not None and (bool(live.run.generated) or any(out.items for out in live.run.out.values()))
+        if live is None:
+            return False
+        outputs = (out for out in live.run.out.values() if out.spec.modality != "progress")
+        return bool(live.run.generated) or any(out.items for out in outputs)
 
     def _usage(self, live: _Live) -> Usage:
         now = time.monotonic()
@@ -517,6 +520,8 @@ class Worker:
         output: dict[str, Amount] = {}
         for stream in live.run.out.values():
             modality = stream.spec.modality
+            if modality == "progress":
+                continue  # says something about the output and is none
             output[modality] = output.get(modality, 0) + stream.items
         # What language models made, also for a codec; a transducer's tokens are in its stream only.
         if generated := sum(live.run.generated.values()):
