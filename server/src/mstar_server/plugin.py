@@ -14,15 +14,29 @@ _ADAPTERS = {
     "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
     "completion": "mstar_server.openai.completion_request:CompletionAdapter",
     "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+    "image": "mstar_server.openai.image_request:ImageAdapter",
+    "image_edit": "mstar_server.openai.image_request:ImageAdapter",
+    "video": "mstar_server.openai.video_request:VideoAdapter",
 }
 
 
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, completions, embeddings, generate, generate_ws, health, models, responses
+    from mstar_server.routes import (
+        chat,
+        completions,
+        embeddings,
+        generate,
+        generate_ws,
+        health,
+        images,
+        models,
+        responses,
+        videos,
+    )
 
-    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws)
+    modules = (health, models, chat, completions, responses, embeddings, images, videos, generate, generate_ws)
     return [module.router for module in modules]
 
 
