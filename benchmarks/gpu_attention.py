@@ -24,7 +24,7 @@ import torch
 from common import environment
 from torch import Tensor
 
-from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, flashinfer_plans
+from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, flashinfer_rows
 from mstar.resources.attention.flashinfer import FlashInferAttention
 from mstar.resources.staging import Lane, Stage
 
@@ -183,7 +183,7 @@ def check_segments(backend: FlashInferAttention) -> list[dict[str, Any]]:
     for heads, kv_heads, dim, lengths in ((16, 16, 64, (300, 1, 70)), (8, 2, 128, (5, 9, 2, 0, 3)), (8, 8, 256, (90,))):
         q, k, v = (torch.randn(sum(lengths), h, dim, device=DEVICE).to(DTYPE) for h in (heads, kv_heads, kv_heads))
         for causal in (False, True):
-            got = backend.plan_ragged(lengths).attend(q, k, v, causal=causal)
+            got = backend.plan_ragged(lengths, Stage(q.device), "ragged").attend(q, k, v, causal=causal)
             parts = [t.float().split(lengths) for t in (q, k, v)]
             wanted = torch.cat(
                 [attention(a, b, c, None, causal, None) for a, b, c in zip(*parts, strict=True) if len(a)]
@@ -281,7 +281,7 @@ def decode_line(
     heads, kv_heads, dim = shape
     size = rows * context * KVMemory.token_bytes(1, kv_heads, dim, DTYPE)
     layers = max(3, min(24, (1 << 32) // size))
-    flashinfer_plans._SHARED = 1 if cores == "tensor" else 999
+    flashinfer_rows._SHARED = 1 if cores == "tensor" else 999
     stage, lane = Stage(DEVICE), Lane(rows, DEVICE)
     per_row = context // page + 1
     memory = KVMemory(layers, rows * per_row * page, kv_heads, dim, DTYPE, DEVICE)
@@ -324,7 +324,7 @@ def time_prefill(backend: FlashInferAttention) -> list[dict[str, Any]]:
             q = torch.randn(rows * n, heads, dim, device=DEVICE).to(DTYPE)
             line: dict[str, Any] = {"heads": f"{heads}/{kv_heads}", "dim": dim, "rows": rows, "queries": n}
             for name, threshold in (("fa2", 1 << 40), ("fa3", 0)):
-                flashinfer_plans._LONG = threshold
+                flashinfer_rows._LONG = threshold
                 work = 4 * heads * dim * rows * (n * start + n * n / 2)
                 host, spent = prefill_times(backend, case, batch, q)
                 line |= {

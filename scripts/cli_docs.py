@@ -19,13 +19,22 @@ HEAD = """\
 
 This page is generated from the commands themselves: `python scripts/cli_docs.py` writes it, and a test checks it.
 
-Every command answers `--help`. Exit status: 0 when all is well; 1 when a fault was found (in a model, its code or its
-deployment file, by whichever command; by `doctor` in something essential; or a request failed in the engine); 2 when
-the command cannot be carried out as it was typed (a word, a value, a setting, a file that is not there, terms to
-accept); 130 after Ctrl-C; 141 when whoever read the output has left. Answers go to standard output, everything else
-to standard error. An unknown command, option, model, parameter or key of a file is answered with the nearest one that
-exists. What a family's own code raises is one sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the
+Every command answers `--help`. Answers go to standard output, everything else to standard error, what the code of
+plugins and models prints too. A character that the terminal's encoding lacks comes out as `?`, in JSON as an escape. An
+unknown command, option, model, parameter or key of a file is answered with the nearest one that exists. Of names in
+`MSTAR_PLUGINS`, `MSTAR_BLOCK_PLUGINS` and `MSTAR_ACCEPT_LICENCES` that are not there each command warns that would use
+them. What a family's own code raises is one sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the
 traceback.
+
+| exit status | meaning |
+|---|---|
+| 0 | all is well |
+| 1 | a fault was found in a model, its code or the contents of a deployment file, by whichever command reads it |
+| 1 | `doctor` found something essential at fault; a request failed in the engine; the output cannot be written |
+| 2 | the command cannot be carried out as it was typed: a word, a value, a setting, terms to accept |
+| 2 | a file or folder that was named is not there or cannot be read |
+| 130 | Ctrl-C |
+| 141 | whoever read the output has left |
 
 `eval "$(mstar completion bash)"` (or zsh, fish) completes commands, models, options, their values, the parameters of
 the chosen model for `--set`, and files.

@@ -19,7 +19,7 @@ from gpu.shapes import SHAPES, sizes_of
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.request import Cancel, Emit, EngineRequest, Failed, SamplingParams

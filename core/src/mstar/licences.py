@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import SetupError, nearest
 from mstar.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from mstar.settings import Settings
 
-__all__ = ["Acceptance", "accept", "accepted_by", "check_licence", "read_acceptances", "terms_of"]
+__all__ = ["Acceptance", "accept", "accepted_by", "check_licence", "read_acceptances", "terms_of", "unknown_keys"]
 
 _FILE = "licences.json"
 
@@ -125,3 +125,11 @@ def check_licence(spec: ModelSpec, settings: Settings) -> None:
         f"`mstar license accept {spec.key}`; for this run only, pass --accept-licence or set "
         f"MSTAR_ACCEPT_LICENCES={spec.key}"
     )
+
+
+def unknown_keys(settings: Settings, keys: Iterable[str]) -> Iterator[str]:
+    """A sentence for each name in ``MSTAR_ACCEPT_LICENCES`` that is none of the models' *keys*."""
+    known = set(keys)
+    for name in settings.accept_licences:
+        if name not in known:
+            yield f"MSTAR_ACCEPT_LICENCES: there is no model {name!r}{nearest(name, known)}"

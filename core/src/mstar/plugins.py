@@ -90,6 +90,7 @@ class Plugins:
     """The plugins of this process: ``loaded``, ``broken`` and ``blocked`` (names found but not imported).
 
     :ivar when_rejected: called with each plugin that is rejected after it was loaded, to forget what it offered.
+    :ivar unknown: (variable, name) of names in the settings that belong to no installed plugin, each with a sentence.
     :param memory: a file that keeps what each plugin offered, so that one that fails later can still be found by its
         models' keys; ``None`` keeps nothing.
     """
@@ -101,6 +102,7 @@ class Plugins:
         self.loaded: list[Plugin] = []
         self.broken: list[BrokenPlugin] = []
         self.blocked: list[str] = []
+        self.unknown: dict[tuple[str, str], str] = {}
         self.when_rejected: list[Callable[[Plugin], None]] = []
 
     @property
@@ -235,13 +237,14 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
     if BUILTIN in blocked:
         raise PluginError(f"MSTAR_BLOCK_PLUGINS: {BUILTIN!r} is M* itself and cannot be blocked")
     plugins.add(BUILTIN, mstar.__version__, "mstar.builtin", lambda: importlib.import_module("mstar.builtin"))
-    unseen = set(allowed or ()) - {BUILTIN}
+    seen = {BUILTIN}
     installed, damaged = installed_entries()
     plugins.broken += damaged
+    seen |= {broken.name for broken in damaged}
     for entry in installed:
         distribution, version = _installed_as(entry)
         names = {canonical(name) for name in (entry.name, distribution) if name}
-        unseen -= names
+        seen |= names
         if names & blocked or not (allowed is None or names & allowed):
             plugins.blocked.append(entry.name)
         else:
@@ -251,11 +254,17 @@ def load_plugins(settings: Settings, *, remember: bool = False) -> Plugins:
             plugins.blocked.append(name)
         else:
             _add_module(plugins, name)
-    known = [entry.name for entry in installed]
-    for name in sorted(unseen):
+    known = {entry.name for entry in installed}
+    for name in sorted((allowed or set()) - seen):
         missing = f"MSTAR_PLUGINS names it, but it is not installed{nearest(name, known)}"
         remedy = "install it, or take it off the list"
-        plugins.broken.append(BrokenPlugin(name, "no version", missing, remedy=remedy))
+        about = BrokenPlugin(name, "no version", missing, remedy=remedy)
+        plugins.broken.append(about)
+        plugins.unknown["MSTAR_PLUGINS", name] = str(about)
+    modules = {canonical(name): name for name in settings.extra_plugins}
+    for name in sorted(blocked - seen - modules.keys()):
+        hint = nearest(name, {*known, *modules.values()})
+        plugins.unknown["MSTAR_BLOCK_PLUGINS", name] = f"MSTAR_BLOCK_PLUGINS: no plugin {name!r} is installed{hint}"
     return plugins
 
 

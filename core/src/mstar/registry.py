@@ -83,11 +83,7 @@ class _Table:
         :raises SetupError: there is none; names the kind and lists what exists.
         :raises PluginError: it is there but cannot be imported.
         """
-        if name not in self.offers:
-            known = f"there are: {', '.join(sorted(self.offers)) or 'none'}"
-            hint = nearest(name, self.offers) if self.offers else ""
-            listed = f"{hint} ({known})" if "did you mean" in hint else f"; {known}"
-            raise SetupError(f"there is no {self.kind} {name!r}{listed}{describe_broken(self._plugins.broken)}")
+        self.require(name)
         target, plugin = self.offers[name]
         try:
             with guest():
@@ -98,6 +94,14 @@ class _Table:
             cause = str(error) if isinstance(error, SetupError) else describe(error)
             owner = f"plugin {plugin.name!r} ({plugin.version})"
             raise PluginError(f"{self.kind} {name!r} of {owner} cannot be imported from {target!r}: {cause}") from error
+
+    def require(self, name: str) -> None:
+        """:raises SetupError: nothing is registered under *name*; as :meth:`load` says it."""
+        if name not in self.offers:
+            known = f"there are: {', '.join(sorted(self.offers)) or 'none'}"
+            hint = nearest(name, self.offers) if self.offers else ""
+            listed = f"{hint} ({known})" if "did you mean" in hint else f"; {known}"
+            raise SetupError(f"there is no {self.kind} {name!r}{listed}{describe_broken(self._plugins.broken)}")
 
 
 class Registry:
@@ -211,6 +215,13 @@ class Registry:
     def names(self, hook: str) -> list[str]:
         """What plugins provide through *hook* (``"mstar_executors"``), by name; nothing is imported."""
         return sorted(self._tables[hook].offers)
+
+    def require(self, hook: str, name: str) -> None:
+        """Check that a plugin provides *name* through *hook*; nothing is imported.
+
+        :raises SetupError: none does; names the nearest one and lists what exists.
+        """
+        self._tables[hook].require(name)
 
     def resource(self, kind: str) -> type[Resource]:
         """The class of a resource kind."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mstar.spec.errors import PluginError, SetupError
+from mstar.spec.errors import FaultFound, PluginError
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -76,7 +76,7 @@ def require_plugins(required: Iterable[str], plugins: Plugins) -> None:
     """Check that every plugin that a deployment requires is there and works.
 
     :param required: requirements as pip has them (``"mstar-tts>=0.2"``), each naming a plugin's distribution.
-    :raises SetupError: one is missing, too old or not used. Names all of them, and what to type.
+    :raises FaultFound: one is missing, too old or not used. Names all of them, and what to type.
     """
     faults, install = [], []
     for line in required:
@@ -87,7 +87,7 @@ def require_plugins(required: Iterable[str], plugins: Plugins) -> None:
             install.append(f"'{line}'")
     if faults:
         hint = f"\nRun `pip install {' '.join(install)}`." if install else ""
-        raise SetupError(f"the deployment requires plugins that are not there:{''.join(faults)}{hint}")
+        raise FaultFound(f"the deployment requires plugins that are not there:{''.join(faults)}{hint}")
 
 
 def _fault(line: str, plugins: Plugins) -> tuple[str, bool]:

@@ -88,6 +88,12 @@ CONFIG = {
 
 
 @pytest.fixture
+def llama_code() -> str:
+    """The module of the plugin that ``llama`` adds."""
+    return LLAMA
+
+
+@pytest.fixture
 def llama(mstar: Run, tmp_path: Path) -> Run:
     """As ``mstar``, with model ``toy-llama`` beside the others; ``tmp_path/llama`` holds its config and no weights."""
     (tmp_path / "llama").mkdir()

@@ -290,13 +290,20 @@ def test_weights_that_are_needed_and_not_here_are_said_once(llama: Run) -> None:
 
 
 @pytest.mark.parametrize("text", ["dtype: float23\n", "device: gpu\n"])
-def test_faults_that_stop_further_checks_say_so(llama: Run, tmp_path: Path, text: str) -> None:
-    words = (deployment(tmp_path, "model: toy-llama\n" + text), "--weights", str(tmp_path / "llama"))
-    found = facts(llama, *words)
-    assert (found["complete"], found["dtype"]) == (False, None)
-    (fault,) = found["faults"]
-    assert (fault["key"], fault["line"]) == (text.partition(":")[0], 2)
-    _, out, err = llama("check", *words)
+def test_a_device_or_dtype_that_is_none_is_left_out(llama: Run, tmp_path: Path, text: str) -> None:
+    file = deployment(tmp_path, f"model: toy-llama\n{text}resources: {{kv: {{tokens: 64}}}}\n")
+    found = facts(llama, file, "--weights", str(tmp_path / "llama"))
+    assert [(fault["key"], fault["line"]) for fault in found["faults"]] == [
+        (text.partition(":")[0], 2),
+        ("resources.kv", 3),
+    ]
+    assert (found["complete"], found["device"], found["dtype"]) == (True, "cpu", "float32")
+
+
+def test_faults_that_stop_further_checks_say_so(llama: Run, tmp_path: Path) -> None:
+    found = facts(llama, "toy-llama")
+    assert not found["complete"]
+    _, out, err = llama("check", "toy-llama")
     assert "None" not in out + err
     assert err.endswith("Further checks follow once these are mended.\n")
 
@@ -427,12 +434,118 @@ def test_model_and_processor_get_their_options(windowed: Run, tmp_path: Path) ->
 
 
 def test_refused_options_are_told_once(windowed: Run, tmp_path: Path) -> None:
-    found = facts(windowed, deployment(tmp_path, "model: windowed\nmodel_kwargs:\n  window: 99\n"))
-    (fault,) = found["faults"]
+    file = deployment(tmp_path, "model: windowed\nmodel_kwargs:\n  window: 99\n")
+    found = facts(windowed, file)
+    (fault,) = found["faults"]  # that the model refuses the default, which is not what was asked for, is none
     assert (fault["key"], fault["line"], found["complete"]) == ("model_kwargs.window", 3, False)
-    _, _, err = windowed("check", deployment(tmp_path, "model: windowed\nmodel_kwargs:\n  window: 99\n"))
+    _, _, err = windowed("check", file)
     assert "1 fault:\n" in err
     assert "Further checks follow once these are mended." in err
+
+
+def test_beside_refused_options_all_else_is_checked(windowed: Run, tmp_path: Path) -> None:
+    text = """
+model: windowed
+model_kwargs: {window: 9, windo: 3}
+placement: {lmm: [0]}
+resources:
+  kv: {tokns: 4}
+  kvv: {}
+"""
+    found = facts(windowed, deployment(tmp_path, text))
+    assert {(fault["key"], fault["line"]) for fault in found["faults"]} == {
+        ("model_kwargs.windo", 3),
+        ("placement.lmm", 4),
+        ("resources.kv.tokns", 6),
+        ("resources.kvv", 7),
+    }
+    assert not found["complete"]
+    assert "graph, placement and pools were checked without model_kwargs.windo" in found["remarks"]
+
+
+def test_a_pool_that_is_too_small_stands_beside_refused_options(windowed: Run, tmp_path: Path) -> None:
+    text = "model: windowed\nmodel_kwargs: {window: 9, windo: 3}\nresources: {kv: {tokens: 1}}\n"
+    found = facts(windowed, deployment(tmp_path, text))
+    assert [fault["key"] for fault in found["faults"]] == ["model_kwargs.windo", "resources.kv"]
+
+
+def test_keys_that_are_no_names_are_faults_among_others(llama: Run, tmp_path: Path) -> None:
+    text = "model: toy-llama\n1: a\nresources: {2: {tokens: 1}}\nengine.runner: eager\nmax_sessions: -1\non: 1\n"
+    found = facts(llama, deployment(tmp_path, text), "--weights", str(tmp_path / "llama"))
+    assert {fault["key"]: fault["line"] for fault in found["faults"]} == {
+        "1": 2, "resources.2": 3, "engine.runner": 4, "max_sessions": 5, "on": 6,
+    }  # fmt: skip
+    assert found["complete"]
+
+
+def test_repeated_keys_are_faults_among_others(llama: Run, tmp_path: Path) -> None:
+    text = "model: toy-llama\nmax_sessions: 1\nexecutor: inlin\nmax_sessions: 2\nresources: {samplr: {}}\n"
+    found = facts(llama, deployment(tmp_path, text), "--weights", str(tmp_path / "llama"))
+    faults = {fault["key"]: fault for fault in found["faults"]}
+    assert {key: fault["line"] for key, fault in faults.items()} == {
+        "max_sessions": 4, "executor": 3, "resources.samplr": 5,
+    }  # fmt: skip
+    assert faults["max_sessions"]["message"] == "given 2 times, on lines 2 and 4; keep one of them"
+
+
+def test_an_attention_backend_that_is_not_there_is_told_once(llama: Run, tmp_path: Path) -> None:
+    file = deployment(tmp_path, "model: toy-llama\nengine:\n  attention: torch_spda\n")
+    (fault,) = facts(llama, file, "--weights", str(tmp_path / "llama"))["faults"]
+    assert (fault["key"], fault["line"]) == ("engine.attention", 3)
+    assert "did you mean 'torch_sdpa'?" in fault["message"]
+
+
+def test_a_fault_of_the_packages_own_deployment_is_not_put_on_the_file(
+    llama: Run, llama_code: str, mstar: Run, tmp_path: Path
+) -> None:
+    code = llama_code.replace('{"kv": {"tokens": 1024}}', '{"kv": {"tokens": 1024}}, "executor": "inlin"')
+    file = deployment(tmp_path, "model: toy-llama\nmax_sessions: 1\n")
+    words = ("check", file, "--weights", str(tmp_path / "llama"), "--json")
+    status, out, _ = mstar(*words, extra="cli_toys_llama", code=code)
+    (fault,) = json.loads(out)["faults"]
+    assert (status, fault["key"], fault["file"]) == (1, "executor", "deployment of 'toy-llama'")
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "sentence"),
+    [
+        (None, 2, "cannot be read"),
+        (b"model: \xff", 1, "line 1: this is not UTF-8"),
+        (b"model: [", 1, "is not valid YAML"),
+        (b"- 1", 1, "must be a mapping"),
+        (b"model: &a [*a]", 1, "line 1: what is anchored here contains itself"),
+        (b"model: toy-llama\nmax_sessions: 1\nmax_sessions: 2\n", 1, ":3: max_sessions: given 2 times"),
+        (b"model: toy-chat", 1, ":1: model: this is the deployment of 'toy-chat', not of 'toy-llama'"),
+        (b"scheduler: {policy: defalt}", 1, ":1: scheduler.policy: there is no scheduler 'defalt'; did you mean 'def"),
+    ],
+)
+def test_all_commands_end_alike_for_a_faulty_file(
+    llama: Run, tmp_path: Path, data: bytes | None, status: int, sentence: str
+) -> None:
+    file = tmp_path / "deployment.yaml"
+    if data is not None:
+        file.write_bytes(data)
+    commands = [
+        ("check", "toy-llama"),
+        ("graph", "toy-llama"),
+        ("serve", "toy-llama"),
+        ("run", "toy-llama", "hello"),
+    ]
+    if data is None or sentence.startswith(("line", "is", "must")):
+        commands.append(("check",))
+    for command, *words in commands:
+        option = (str(file),) if not words else ("--config", str(file))
+        found, _, err = llama(command, *words, *option)
+        assert found == status, (command, words, err)
+        assert str(file) in err
+        assert sentence in err, (command, words)
+
+
+def test_a_file_whose_model_is_not_there_has_its_line(llama: Run, tmp_path: Path) -> None:
+    file = deployment(tmp_path, "\nmodel: toy-lama\n")
+    status, _, err = llama("check", file)
+    assert status == 1
+    assert err.startswith(f"{file}:2: model: there is no model 'toy-lama'; did you mean 'toy-llama'?")
 
 
 def test_a_parameter_that_is_no_knob_is_a_remark(windowed: Run) -> None:

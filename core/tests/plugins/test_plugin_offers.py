@@ -149,9 +149,10 @@ def test_the_deployment_file_names_what_it_requires_before_its_model_is_missed(t
     file.write_text("model: a-voice\nrequired_plugins: ['not a requirement']\n")
     with pytest.raises(SetupError, match=r"not a requirement such as 'mstar-tts>=0.2'"):
         find_model("a-voice", Registry(load()), file)
-    file.write_text("model: a-voice\n")
-    with pytest.raises(SetupError, match="no model 'a-voice'"):
-        find_model("a-voice", Registry(load()), file)
+    for nothing in ("", "required_plugins: 3\n"):
+        file.write_text("model: a-voice\n" + nothing)
+        with pytest.raises(SetupError, match="no model 'a-voice'"):
+            find_model("a-voice", Registry(load()), file)
 
 
 def test_a_requirement_that_is_none_is_refused_in_the_deployment() -> None:

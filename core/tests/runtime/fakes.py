@@ -107,6 +107,9 @@ SPEC = ModelSpec(
 class FakeRegistry:
     """What a service asks of the registry."""
 
+    def require(self, hook: str, name: str) -> None:
+        """Whatever is asked for is there."""
+
     def executor(self, name: str) -> Any:
         if name == "inline":
             return functools.partial(InlineExecutor, worker_factory="fake_worker:FakeWorker")

@@ -32,11 +32,16 @@ def mstar_api() -> Sequence[Any]:
         health,
         images,
         models,
+        requests,
         responses,
+        tokens,
         videos,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, images, videos, generate, generate_ws)
+    modules = (
+        health, models, chat, completions, responses, embeddings, images, videos, tokens, generate, generate_ws,
+        requests,
+    )  # fmt: skip
     return [module.router for module in modules]
 
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import mstar
 from mstar.cli.commands import Command, Commands, Context, Parser
-from mstar.cli.output import fault, note, table
+from mstar.cli.output import fault, note, table, tolerate_encodings
+from mstar.cli.plugins import note_broken
 from mstar.plugin_code import Interrupted
 from mstar.plugins import Plugins, load_plugins
 from mstar.settings import Settings
@@ -23,6 +24,7 @@ def main() -> None:
     """The console script. Exit status: 0; 1 when a fault was found in a model, its deployment or its code, or the
     output cannot be written; 2 when the command cannot be carried out as it was typed; 130 when interrupted; 141 when
     whoever read the output has left."""
+    tolerate_encodings()
     try:
         status = run(sys.argv[1:], os.environ)
         sys.stdout.flush()
@@ -72,10 +74,12 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         max(logging.WARNING, logging.getLogger().level)
     )  # it tells our own story twice
     plugins = load_plugins(settings, remember=True)
+    for sentence in plugins.unknown.values():
+        note(sentence, colour="NO_COLOR" not in environ)
     commands = collect(plugins)
     if not words or words[0] in ("--help", "-h", "help"):
         print(_overview(commands))
-        _report(plugins, environ)
+        note_broken(plugins, colour="NO_COLOR" not in environ)
         return 0
     if words[0].startswith("-"):
         Parser(prog="mstar").parse(words)  # raises: names the nearest of mstar's own options
@@ -104,8 +108,3 @@ def _overview(commands: Commands) -> str:
         + table(("commands:", ""), rows)
         + "\n\n`mstar COMMAND --help` shows what a command takes; `mstar --version` the version."
     )
-
-
-def _report(plugins: Plugins, environ: Mapping[str, str]) -> None:
-    for broken in plugins.broken:
-        note(str(broken), colour="NO_COLOR" not in environ)

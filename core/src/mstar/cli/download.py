@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
 
     registry = context.registry
     spec = registry.model(arguments.key)
-    settings = accepting(arguments, context.settings)
+    settings = accepting(arguments, context)
     check_licence(spec, settings)
     with progress_bar() as progress:
         source = SourceContext.of(settings, say=note, progress=progress)

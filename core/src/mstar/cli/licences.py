@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser, one_of
-from mstar.cli.options import with_json
+from mstar.cli.options import note_unknown_licences, with_json
 from mstar.cli.output import note, print_json, table
 from mstar.licences import accept, accepted_by, read_acceptances, terms_of
 from mstar.spec.errors import SetupError
@@ -30,6 +30,7 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
+    note_unknown_licences(context)
     if arguments.action == "list":
         if arguments.key is not None:
             raise SetupError("`mstar license list` takes no model; `mstar license show KEY` shows one")

@@ -9,6 +9,7 @@ from typing import Any
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, note, print_json, table
+from mstar.cli.plugins import note_broken
 from mstar.registry import RegisteredModel
 from mstar.spec.fields import describe_fields
 from mstar.spec.knobs import Knobs
@@ -34,8 +35,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.key is not None:
         return _show(context.registry.model(arguments.key), arguments.json, context)
     facts = [_facts(context.registry.models[key], context) for key in sorted(context.registry.models)]
-    for broken in context.plugins.broken:
-        note(str(broken))
+    note_broken(context.plugins)
     if arguments.json:
         print_json(facts)
     elif facts:

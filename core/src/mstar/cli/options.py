@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
-from mstar.cli.commands import Parser, one_of
+from mstar.cli.commands import Context, Parser, one_of
+from mstar.cli.output import note
+from mstar.licences import unknown_keys
 from mstar.settings import Settings
 
 __all__ = [
@@ -15,8 +18,10 @@ __all__ = [
     "device",
     "engine_options",
     "model_options",
+    "note_unknown_licences",
     "port",
     "positive",
+    "seconds",
     "with_json",
     "with_key",
     "with_weights",
@@ -38,12 +43,16 @@ def with_weights(parser: Parser) -> None:
     parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
 
 
-def model_options(parser: Parser) -> None:
-    """How a model is opened: what ``serve`` and ``run`` take."""
+def model_options(parser: Parser, *, several: bool = False) -> None:
+    """How a model is opened: what ``serve`` (which takes *several*) and ``run`` take."""
     with_weights(parser)
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
-    )
+    text = "deployment file (YAML); options given here win over it"
+    if several:
+        parser.add_argument(
+            "--config", type=Path, metavar="FILE", action="append", default=[], help=f"{text}; once for each model"
+        )
+    else:
+        parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     parser.add_argument("--device", type=device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
     parser.add_argument(
         "--dtype",
@@ -61,11 +70,22 @@ def model_options(parser: Parser) -> None:
     )
 
 
-def accepting(arguments: argparse.Namespace, settings: Settings) -> Settings:
-    """*settings*, with the consent that ``--accept-licence`` gives."""
+def accepting(arguments: argparse.Namespace, context: Context, *keys: str) -> Settings:
+    """The settings, with the consent that ``--accept-licence`` gives for models *keys* (default: the one argument).
+    Names in ``MSTAR_ACCEPT_LICENCES`` that are no model's are told."""
+    note_unknown_licences(context)
+    settings = context.settings
     if not arguments.accept_licence:
         return settings
-    return dataclasses.replace(settings, accept_licences=(*settings.accept_licences, arguments.key))
+    accepted = (*settings.accept_licences, *(keys or (arguments.key,)))
+    return dataclasses.replace(settings, accept_licences=accepted)
+
+
+def note_unknown_licences(context: Context) -> None:
+    """Say on stderr which names in ``MSTAR_ACCEPT_LICENCES`` are no model's: consent to none is given with them."""
+    if context.settings.accept_licences:
+        for sentence in unknown_keys(context.settings, context.registry.models):
+            note(sentence)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,6 +105,17 @@ def positive(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 1")
     return int(value)
+
+
+def seconds(value: str) -> float:
+    """A number of seconds, 0 or more."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds, 0 or more")
+    return number
 
 
 def device(value: str) -> str:

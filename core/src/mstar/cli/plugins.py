@@ -8,10 +8,10 @@ from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
-from mstar.cli.output import print_json, table
+from mstar.cli.output import note, print_json, table
 from mstar.plugins import BrokenPlugin, Plugins
 
-__all__ = ["register", "remedy"]
+__all__ = ["note_broken", "register", "remedy"]
 
 
 def register(commands: Commands) -> None:
@@ -62,6 +62,13 @@ def _fact(name: str, version: str, state: str, **more: Any) -> dict[str, Any]:
 
 def _traceback(error: BaseException | None) -> str | None:
     return "".join(traceback.format_exception(error)) if error else None
+
+
+def note_broken(plugins: Plugins, *, colour: bool = True) -> None:
+    """Say on stderr what is not used and why, without what every command says (``plugins.unknown``)."""
+    for broken in plugins.broken:
+        if ("MSTAR_PLUGINS", broken.name) not in plugins.unknown:
+            note(str(broken), colour=colour)
 
 
 def remedy(plugin: BrokenPlugin) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,29 +20,45 @@ import torch
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.model import Model
 from mstar.registry import load_object
-from mstar.requirements import require_plugins
 from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
-from mstar.runtime.opening import (
+from mstar.runtime.deployment_files import (
+    Written,
     file_deployment,
-    key_lines,
+    key_paths,
     packaged_deployment,
     packaged_name,
-    read_deployment,
-    value_faults,
+    read_file,
 )
+from mstar.runtime.opening import find_model, value_faults
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.check import params_of
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, innermost, nearest
+from mstar.spec.errors import (
+    DeploymentError,
+    FaultFound,
+    MstarError,
+    PluginError,
+    SetupError,
+    WeightsError,
+    innermost,
+    nearest,
+)
 from mstar.spec.graph import Graph
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
-from mstar.weights.sources import SourceContext, check_checkpoint, check_override, parse_override, present_weights
+from mstar.weights.sources import (
+    SourceContext,
+    check_checkpoint,
+    check_override,
+    expanded,
+    parse_override,
+    present_weights,
+)
 from mstar.worker import build
 from mstar.worker.memory import free_memory
 
@@ -101,6 +116,8 @@ class Checked:
     """What a check found. ``graph`` and what follows it are there as far as the faults allow.
 
     :ivar complete: every check ran; else further faults may show once these are mended.
+    :ivar left_out: keys without which model and processor were made, because their values are at fault. What is made
+        so may fail for want of them: that is no fault of its own.
     :ivar remarks: what could not be checked here though it is no fault, in sentences.
     """
 
@@ -116,6 +133,7 @@ class Checked:
     pools: list[PoolSize] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     complete: bool = False
+    left_out: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -124,13 +142,19 @@ class Checked:
         raise anything here: that is what a check is for."""
         try:
             yield
-        except DeploymentError as error:
-            self.faults += [Fault(file, path, message) for path, message in error.faults]
-        except MstarError as error:
-            self.faults.append(Fault(file, key, str(error)))
         except Exception as error:
-            log.debug("%s", file, exc_info=error)
-            self.faults.append(Fault(file, key, describe(error, (self.spec.model, self.spec.processor))))
+            if self.left_out and file in (self.spec.model, self.spec.processor):
+                log.debug("%s without %s", file, ", ".join(self.left_out), exc_info=error)
+            else:
+                self.faults += self._faults_of(error, file, key)
+
+    def _faults_of(self, error: Exception, file: str, key: str) -> list[Fault]:
+        if isinstance(error, DeploymentError):
+            return [Fault(file, path, message) for path, message in error.faults]
+        if isinstance(error, MstarError):
+            return [Fault(file, key, str(error))]
+        log.debug("%s", file, exc_info=error)
+        return [Fault(file, key, describe(error, (self.spec.model, self.spec.processor)))]
 
     def has_fault(self, file: str, key: str) -> bool:
         return any((fault.file, fault.key) == (file, key) for fault in self.faults)
@@ -139,19 +163,21 @@ class Checked:
 def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None]:
     """The model and the deployment file that *target* names: a key, or a file with ``model: KEY`` in it.
 
-    :raises SetupError: there is no such model or file, or the file names no model.
+    :raises SetupError: there is no such model or file, or the file names no model, or one that is not there.
     """
     path = Path(target)
     if target in registry.models or not (path.suffix in (".yaml", ".yml") or path.exists()):
         return registry.model(target), None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SetupError(f"the deployment file {target} cannot be read: {error}") from None
-    key = read_deployment(text, target).get("model")
+    written = read_file(path)
+    key = written.values.get("model")
     if not isinstance(key, str):
         raise SetupError(f"{target} names no model: add 'model: KEY' (`mstar models` lists the keys)")
-    return registry.model(key), path
+    try:
+        return find_model(key, registry, path), path
+    except (FaultFound, PluginError):
+        raise
+    except SetupError as error:
+        raise DeploymentError([("model", str(error))], {"model": f"{target}:{written.lines['model']}"}) from None
 
 
 def check_model(
@@ -160,39 +186,49 @@ def check_model(
     """Check *spec* as deployment file *config* would serve it.
 
     :param weights: a folder (its ``config.json`` is enough) or Hub id; default: the deployment's, then the spec's.
+    :raises SetupError: *config* cannot be read, or *weights* are not there.
     """
     checked = Checked(spec)
     _check_names(checked, registry)
-    deployment = checked.deployment = _deployment(checked, config)
-    place = _place(spec, config)
+    deployment, where = _deployment(checked, config)
     if weights is not None:
         check_override(weights)
-        deployment = checked.deployment = deployment.model_copy(update={"weights": weights})
-    unusable = value_faults(spec, deployment, weights=weights is None)
-    checked.faults += [Fault(place, key, fault) for key, fault in unusable]
-    _check_kinds(checked, deployment, registry, config)
-    if not unusable:  # else neither can be made of them, and would say the same again
-        checked.weights = _folder(spec, deployment.weights, registry, settings)
+        deployment = deployment.model_copy(update={"weights": weights})
+    unusable = value_faults(spec, deployment, registry, weights=weights is None)
+    checked.faults += [Fault(where.file_of(key), key, fault) for key, fault in unusable]
+    checked.left_out = tuple(key for key, _ in unusable if key.partition(".")[0] in ("model_kwargs", "weights"))
+    _check_kinds(checked, deployment, registry, where)
+    deployment = checked.deployment = _usable(deployment, [key for key, _ in unusable])
+    checked.weights = _folder(spec, deployment.weights, registry, settings)
+    if not checked.left_out:
         _check_processor(checked, deployment)
-    with checked.stage(place, "device"):
+    with checked.stage(where.file_of("device"), "device"):
         checked.device = _device(deployment.device)
     if checked.device is not None:
-        with checked.stage(place, "dtype"):
-            checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
-    if checked.dtype is not None and not unusable:
-        _check_model(checked, deployment, registry, config)
-    if config is not None:
-        lines = key_lines(config)
-        checked.faults = [
-            replace(fault, line=innermost(lines, fault.key)) if fault.file == str(config) else fault
-            for fault in checked.faults
-        ]
+        checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
+        _check_model(checked, deployment, registry, where)
+    checked.faults = [
+        replace(fault, line=innermost(where.lines, fault.key)) if fault.file == where.file else fault
+        for fault in checked.faults
+    ]
     return checked
 
 
-def _place(spec: ModelSpec, config: Path | None) -> str:
-    """Where a fault of the deployment stands."""
-    return packaged_name(spec) if config is None else str(config)
+@dataclass(frozen=True)
+class _Where:
+    """Where the deployment's keys stand: in what ships with the package, or in a *file*, with *lines*."""
+
+    packaged: str
+    packaged_keys: frozenset[str]
+    file: str | None
+    lines: Mapping[str, int]
+
+    def file_of(self, key: str) -> str:
+        """Where the key at path *key* got its value, or the innermost key around it; else where one would write it."""
+        if self.file is None:
+            return self.packaged
+        packaged = innermost(dict.fromkeys(self.packaged_keys, True), key)
+        return self.packaged if packaged and innermost(self.lines, key) is None else self.file
 
 
 def _device(name: str | None) -> torch.device:
@@ -217,50 +253,58 @@ def _check_names(checked: Checked, registry: Registry) -> None:
             registry.weight_source(ref.source)
 
 
-def _deployment(checked: Checked, config: Path | None) -> Deployment:
+def _deployment(checked: Checked, config: Path | None) -> tuple[Deployment, _Where]:
     """The deployment; keys at fault are left out, so that the check can go on."""
-    spec = checked.spec
-    layers: list[dict[str, Any]] = [{}, {}]
-    with checked.stage(packaged_name(spec)):
-        layers[0] = packaged_deployment(spec)
-    with checked.stage(str(config)):
-        layers[1] = file_deployment(spec, config)
-    lines = {} if config is None else key_lines(config)
+    spec, package = checked.spec, packaged_name(checked.spec)
+    packaged: dict[str, Any] = {}
+    with checked.stage(package):
+        packaged = packaged_deployment(spec)
     try:
-        return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ()))
+        written = file_deployment(spec, config)
+    except DeploymentError as error:
+        written = Written(faults=error.faults)
+    where = _Where(package, frozenset(key_paths(packaged)), None if config is None else str(config), written.lines)
+    checked.faults += [Fault(str(config), path, message) for path, message in written.faults]
+    layers = [packaged, written.values]
+    try:
+        return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ())), where
     except DeploymentError as error:
         for path, message in error.faults:
-            of_file = innermost(lines, path) is not None
-            checked.faults.append(Fault(_place(spec, config if of_file else None), path, message))
+            checked.faults.append(Fault(where.file_of(path), path, message))
             layers = [_without(layer, path) for layer in layers]
-        return merge_deployment(spec.key, *layers)
+        return merge_deployment(spec.key, *layers), where
 
 
-def _without(layer: dict[str, Any], path: str) -> dict[str, Any]:
+def _usable(deployment: Deployment, unusable: Iterable[str]) -> Deployment:
+    """*deployment* without the keys at the paths *unusable*."""
+    values = deployment.model_dump()
+    for path in unusable:
+        values = _without(values, path)
+    return Deployment.model_validate(values)
+
+
+def _without(layer: Mapping[Any, Any], path: str) -> dict[Any, Any]:
     """*layer* without the key at *path*, or the nearest one above it that is no mapping."""
-    kept = deepcopy(layer)
-    at, (*parents, last) = kept, path.split(".")
-    for part in parents:
-        if not isinstance(at.get(part), dict):
-            last = part
-            break
-        at = at[part]
-    at.pop(last, None)
+    kept = dict(layer)
+    for key, value in layer.items():  # a key may be no text, or have dots in it
+        if path == str(key) or (path.startswith(f"{key}.") and not isinstance(value, Mapping)):
+            del kept[key]
+        elif path.startswith(f"{key}."):
+            kept[key] = _without(value, path.removeprefix(f"{key}."))
     return kept
 
 
-def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, config: Path | None) -> None:
-    """What the deployment names must be registered."""
+def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, where: _Where) -> None:
+    """What the deployment names must be importable; that it is there has been checked."""
     lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
         "executor": (registry.executor, deployment.executor),
         "scheduler.policy": (registry.scheduler, deployment.scheduler.policy),
         "engine.runner": (registry.runner, deployment.engine.runner or "eager"),
     }
     for key, (look_up, name) in lookups.items():
-        with checked.stage(_place(checked.spec, config), key):
-            look_up(name)
-    with checked.stage(_place(checked.spec, config), "required_plugins"):
-        require_plugins(deployment.required_plugins, registry.plugins)
+        if not checked.has_fault(where.file_of(key), key):
+            with checked.stage(where.file_of(key), key):
+                look_up(name)
 
 
 def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: Settings) -> Path | None:
@@ -268,7 +312,7 @@ def _folder(spec: ModelSpec, weights: str | None, registry: Registry, settings: 
     if weights is not None:
         ref = parse_override(weights)
         if ref.source == "path":
-            return Path(ref.id).expanduser()
+            return expanded(ref.id)
     return present_weights(spec, weights, registry.weight_source, SourceContext.of(settings))
 
 
@@ -313,7 +357,7 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
-def _check_model(checked: Checked, deployment: Deployment, registry: Registry, config: Path | None) -> None:
+def _check_model(checked: Checked, deployment: Deployment, registry: Registry, where: _Where) -> None:
     spec, device, dtype = checked.spec, checked.device, checked.dtype
     assert device is not None
     assert dtype is not None
@@ -335,13 +379,14 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, c
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
-        place = _place(spec, config)
         faults += build.placement_faults(deployment, [node.name for node in graph.nodes])
-        checked.faults += [Fault(place, key, message) for key, message in faults]
+        checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         _check_nodes(checked, model, graph, dtype)
         if not found:
-            _check_pools(checked, compile_graph(graph), deployment, registry, place)
-            checked.complete = True
+            _check_pools(checked, compile_graph(graph), deployment, registry, where)
+            checked.complete = not checked.left_out
+        if checked.left_out:
+            checked.remarks.append(f"graph, placement and pools were checked without {', '.join(checked.left_out)}")
 
 
 def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
@@ -371,7 +416,7 @@ def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtyp
             checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
 
 
-def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, place: str) -> None:
+def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: _Where) -> None:
     device, dtype, declared = checked.device, checked.dtype, checked.declared
     assert device is not None
     assert dtype is not None
@@ -388,15 +433,15 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
         weights_bytes=weights,
         reserve_bytes=build.reserved_bytes(deployment, device),
     )
-    where = device
 
     def make(name: str, context: ResourceContext) -> Resource:
-        backends = [_Elsewhere(backend, where) for backend in context.attention_backends]
+        backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
         context = replace(context, device=_META, attention_backends=backends, stage=Stage(_META))
         return build.make_resource(name, declared[name], context, registry)
 
     for name in memory.order:
-        with checked.stage(place, f"resources.{name}"):
+        key = f"resources.{name}"
+        with checked.stage(where.file_of(key), key):
             pool = memory.make(name, partial(make, name))
             per_request = len(plan.contexts.get(name, ())) or 1
             checked.pools.append(_size(pool, pool.context.max_owners, per_request))
@@ -421,5 +466,5 @@ class _Elsewhere(AttentionBackend):
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return self._inner.plan_kv(memory, batch, stage, key)
 
-    def plan_ragged(self, lengths: Any) -> RaggedPlan:
-        return self._inner.plan_ragged(lengths)
+    def plan_ragged(self, lengths: Any, stage: Stage, key: str) -> RaggedPlan:
+        return self._inner.plan_ragged(lengths, stage, key)

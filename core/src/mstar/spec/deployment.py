@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from mstar.spec.errors import DeploymentError, nearest
 
 __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _OPTIONS = frozenset({"knobs", "kwargs", "options", "model_options", "parameters"})
 """Words that people try for ``model_kwargs``."""
 
@@ -24,12 +26,23 @@ class SchedulerOptions(_Section):
     """How work is chosen."""
 
     policy: str = Field("default", description="A name registered through `mstar_schedulers`.")
-    max_step_tokens: int = Field(512, ge=1, description="Most tokens of one step, prefill chunks and decodes together.")
+    max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of one step, prefill chunks and decodes together; default: 1024 on a GPU, 512 on the "
+        "CPU.",
+    )
     max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
     max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
     fairness: Literal["fifo", "tenant"] = Field(
         "tenant", description="`tenant` shares the rows between tenants, `fifo` serves in order of arrival."
     )
+
+    def step_tokens(self, device: str) -> int:
+        """``max_step_tokens``, or the default of a *device* of this type (``cpu``, ``cuda``)."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        return 512 if device == "cpu" else 1024
 
 
 class EngineOptions(_Section):
@@ -58,6 +71,16 @@ class EngineOptions(_Section):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     trace: str | None = Field(
         None, description="File for a timeline of host, device and requests; an earlier one becomes `NAME.old.json`."
+    )
+    deterministic: bool = Field(
+        False,
+        description="A request's tokens are the same alone and in any batch, however its prompt is cut: on a GPU with "
+        "slower kernels of M*'s own, on the CPU in float32 anyway. What cannot be so is refused at the start.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the layers of the nodes with `torch.compile`, at their first step; what was compiled is "
+        "kept in `<MSTAR_CACHE>/compile`. Needs a C++ compiler (on a GPU, Triton).",
     )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
@@ -101,17 +124,29 @@ class Deployment(_Section):
                 raise ValueError(f"{line!r} is not a requirement such as 'mstar-tts>=0.2'") from None
         return lines
 
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, name: str | None) -> str | None:
+        if name is not None and re.fullmatch(r"cpu|cuda(:[0-9]+)?", name) is None:
+            raise ValueError(f"device {name!r} is not one that M* knows; use cpu, cuda or cuda:N")
+        return name
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_dtype(cls, name: str | None) -> str | None:
+        if name is not None and name not in _DTYPES:
+            raise ValueError(f"dtype {name!r} is not supported{nearest(name, _DTYPES)}")
+        return name
+
 
 def merge_deployment(
     model: str,
     *layers: dict[str, Any] | None,
     knobs: Iterable[str] = (),
-    places: Mapping[str, str] | None = None,
 ) -> Deployment:
     """Merge *layers* (package defaults, file, flags; later ones win, mappings are merged) into a checked deployment.
 
     :param knobs: names of the model's request parameters, for the hint when one is taken for a deployment's key.
-    :param places: where keys stand, for the message.
     :raises DeploymentError: with every fault.
     """
     merged: dict[str, Any] = {"model": model}
@@ -123,7 +158,7 @@ def merge_deployment(
         options = merged.get("model_kwargs")
         known = options if isinstance(options, dict) else {}
         faults = [_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)]
-        raise DeploymentError(faults, places) from None
+        raise DeploymentError(faults) from None
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -137,7 +172,9 @@ def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
 
 def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tuple[str, str]:
     """*options*: the ``model_kwargs`` that the deployment has."""
-    path = ".".join(str(p) for p in error["loc"])
+    path = ".".join(str(p) for p in error["loc"] if p != "[key]")  # pydantic's mark for a fault of the key itself
+    if error["type"] == "value_error":
+        return path, error["msg"].removeprefix("Value error, ")
     if error["type"] != "extra_forbidden":
         return path, f"{error['msg']} (got {error['input']!r})"
     if path in options:

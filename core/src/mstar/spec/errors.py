@@ -56,7 +56,7 @@ class GraphError(FaultFound):
 
 class DeploymentError(FaultFound):
     """A deployment is wrong. ``faults``: every one found, as (key's path, what is wrong with it); the message has one
-    a line.
+    a line. A path is empty when the whole is meant.
 
     :param places: a key's path → where it stands (``"file.yaml:3"``), as far as that is known.
     """
@@ -64,8 +64,8 @@ class DeploymentError(FaultFound):
     def __init__(self, faults: Iterable[tuple[str, str]], places: Mapping[str, str] | None = None):
         self.faults = tuple(faults)
         known = places or {}
-        lines = (f"{innermost(known, key) or 'deployment'}: {key}: {fault}" for key, fault in self.faults)
-        super().__init__("\n".join(lines))
+        lines = ((innermost(known, key) or "deployment", key, fault) for key, fault in self.faults)
+        super().__init__("\n".join(": ".join(filter(None, line)) for line in lines))
 
 
 class WeightsError(SetupError):

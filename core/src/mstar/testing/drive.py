@@ -11,7 +11,7 @@ import numpy as np
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.graph import CLIENT

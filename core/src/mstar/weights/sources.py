@@ -8,6 +8,7 @@ difference between them.
 from __future__ import annotations
 
 import abc
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ __all__ = [
     "WeightSource",
     "check_checkpoint",
     "check_override",
+    "expanded",
     "parse_override",
     "present_weights",
     "resolve_weights",
@@ -118,10 +120,22 @@ class PathSource(WeightSource):
             return None
 
 
+def expanded(name: str) -> Path:
+    """*name* with a home folder in place of ``~``; as it is where there is no such home."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
+
+
 def _find_folder(name: str) -> Path:
     """The folder *name*. Raises :class:`WeightsError` if there is none."""
-    folder = Path(name).expanduser()
-    if not folder.exists():
+    folder = expanded(name)
+    try:
+        found = folder.exists()
+    except OSError as error:  # a name that is too long, a folder that one may not look into
+        raise WeightsError(f"the folder {name[:80]!r} cannot be looked at: {error.strerror}") from None
+    if not found:
         raise WeightsError(f"there is no folder {name!r}")
     if not folder.is_dir():
         raise WeightsError(f"{name!r} is a file; name the folder that holds the checkpoint")
@@ -155,7 +169,7 @@ def parse_override(text: str) -> WeightsRef:
 
     A folder that exists wins over a Hub id of the same spelling; ``./name`` always means a folder.
     """
-    if (text and Path(text).expanduser().exists()) or text.startswith((".", "/", "~")):
+    if text.startswith((".", "/", "~")) or (text and os.path.exists(text)):  # Path.exists() raises for some names
         return WeightsRef("path", text)
     match = HUB_ID.fullmatch(text)
     if match is None:

@@ -14,5 +14,5 @@ def attention_backend(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
     if request.param == "flashinfer":
         fake_flashinfer.install(monkeypatch)
-        monkeypatch.setattr("mstar.resources.attention.flashinfer_plans._LONG", 4)  # small steps use fa3 too
+        monkeypatch.setattr("mstar.resources.attention.flashinfer_rows._LONG", 4)  # small steps use fa3 too
     monkeypatch.setattr(kv_reference, "backend_in_use", request.param)

@@ -291,3 +291,31 @@ def test_memory_of_another_dtype_than_the_model() -> None:
     exact.plan(rows).attend(0, q, k, v)
     exact.commit(rows)
     torch.testing.assert_close(out, exact.plan([Row(A), Row(B)]).attend(0, q[:2], k[:2], v[:2]), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        ("_held", "A holds 6 tokens of 'kv', but 5 by the pool's books"),
+        ("_room", "A writes up to 9 tokens of 'kv' into 2 pages"),
+        ("_tables", "the page table of A in 'kv' is not the pool's"),
+    ],
+)
+def test_the_second_copy_of_the_books_is_held_against_the_pools(spoil: str, fault: str) -> None:
+    resource = make()
+    start(resource, A)
+    driver(resource).step([Row(A, 5)])
+    assert resource.reserve(B, 4)  # its place is another's no longer, and not open yet
+    resource.check([A, B])
+    getattr(resource, spoil)[resource._lines[A]] += 1
+    with pytest.raises(IntegrityError, match=fault.replace("A ", ".*A.* ", 1)):
+        resource.check([A, B])
+
+
+def test_the_place_of_an_owner_that_left_begins_with_nothing() -> None:
+    resource = make(max_owners=1)
+    start(resource, A)
+    driver(resource).step([Row(A, 5)])
+    resource.close(A)
+    assert resource.reserve(B, 4)
+    resource.check([B])

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mstar.runtime.family import family_code
 from mstar.spec.tasks import Task
-from mstar_server.answers import Merged, begin, unless_gone
+from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
@@ -55,15 +55,15 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
     body, uploads = await read_body(request, cls, files, state.options)
     service = state.ready(body.model, ability)
     items = image_items(body, uploads, service.spec)
-    media = dict(zip(items, await unless_gone(request, state.media.decode(list(items.values()))), strict=True))
+    media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
     adapter = state.adapter(ability, service)
     with family_code(f"{service.spec.key!r} could not read a request for pictures", type(adapter).__module__):
         tasks = adapter.tasks(body, media)
     check_room(service, len(tasks), "n")
     name = f"img-{uuid.uuid4().hex}"
     if not body.stream:
-        return await unless_gone(request, _whole(service, tasks, name, body))
-    merged = await unless_gone(request, begin(service, tasks, name, state.options.keepalive_s, samples=1))
+        return await _whole(service, tasks, name, body)
+    merged = await begin(service, tasks, name, state.options.keepalive_s, samples=1)
     events = _events(merged, ImageEvents(kind, body), state.options.keepalive_s)
     return EventStream(events, "text/event-stream", merged.close)
 

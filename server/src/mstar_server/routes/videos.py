@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import VideoTask
-from mstar_server.answers import cancel, start, unless_gone
+from mstar_server.answers import cancel, start
 from mstar_server.media.encode.video import VIDEO_TYPE
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.schemas import body_of
@@ -65,7 +65,7 @@ async def generate_video(request: Request) -> Response:
             "'response_format': this server hosts no files; ask for 'b64_json' or 'mp4', or make a job: /v1/videos"
         )
         raise RequestError(message, param="response_format", code="unsupported_parameter")
-    return await unless_gone(request, _waited_for(service, task, body.response_format == "mp4"))
+    return await _waited_for(service, task, body.response_format == "mp4")
 
 
 @router.get("/v1/videos", summary="The videos that were asked for", response_model=None)
@@ -128,7 +128,7 @@ async def _task(request: Request, cls: type[VideoRequest]) -> tuple[VideoRequest
     body, uploads = await read_body(request, cls, (REFERENCE,), state.options)
     service = state.ready(body.model, "video")
     items = video_items(body, uploads, service.spec)
-    media = dict(zip(items, await unless_gone(request, state.media.decode(list(items.values()))), strict=True))
+    media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
     adapter = state.adapter("video", service)
     with family_code(f"{service.spec.key!r} could not read a request for a video", type(adapter).__module__):
         return body, service, adapter.task(body, media)

@@ -40,7 +40,7 @@ class VideoJobs:
         record = VideoRecord(
             video_id, tenant, service.spec.key, task.prompt, _seconds_asked(task), _size_text(task.size)
         )
-        (answer,) = await start(service, [task], video_id)
+        (answer,) = await start(service, [task], video_id, outlives=True)
         job = _Job(self, record, answer)
         try:
             await self.store.add(record)

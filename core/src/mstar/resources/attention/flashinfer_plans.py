@@ -1,7 +1,8 @@
-"""Planned steps on FlashInfer: which rows go to which kernel, and when kernels are planned."""
+"""Planned steps on FlashInfer: which rows go together, when kernels are planned, and what is left to PyTorch."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,9 @@ from torch import Tensor
 from mstar.nn.ops import HeadNorms
 from mstar.nn.rotary import Rotation
 from mstar.resources.attention.base import KVBatch, KVPlan, RaggedPlan
-from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, KernelFault, Library, Shape
-from mstar.resources.attention.flashinfer_pages import (
-    PageList,
-    kernel_page,
-    leading_ones,
-    list_pages,
-    room,
-    split_packed,
-)
+from mstar.resources.attention.flashinfer_kernels import Kernel, KernelFault
+from mstar.resources.attention.flashinfer_pages import kernel_page, leading_ones, list_pages, room
+from mstar.resources.attention.flashinfer_rows import LaneRows, Rows, Segments, Way, fits, usable
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.triton_decode import RowsPlan
 from mstar.resources.staging import Stage
@@ -28,113 +23,18 @@ from mstar.resources.staging import Stage
 if TYPE_CHECKING:
     from mstar.resources.attention.flashinfer import FlashInferAttention
 
-__all__ = ["BesidePlan", "LanePlan", "SegmentsPlan", "StepPlan"]
-
-_SHARED = 3
-"""Query heads to a key head from which on tensor cores decode faster than CUDA cores: benchmarks/gpu_attention.py."""
-_LONG = 64
-"""Mean queries a row from which on fa3, whose tiles are 128 queries of one head, is faster than fa2."""
+__all__ = ["BesidePlan", "LanePlan", "MemoryPlan", "SegmentsPlan", "StepPlan"]
 
 
-def _decode_kind(shape: Shape, how: Combination) -> str:
-    return "decode" if how.heads // shape.kv_heads < _SHARED else "fa2"
+class MemoryPlan(KVPlan):
+    """What plans over a memory share.
 
-
-def _prefill_kind(library: Library, pages: PageList, how: Combination) -> str:
-    """fa3 where it is the faster one. Its windows and soft caps are kernels of their own, which fa2 has anyway."""
-    plain = how.window_left < 0 and how.softcap == 0
-    return "fa3" if library.hopper and plain and pages.queries >= _LONG * pages.rows else "fa2"
-
-
-def _how(q: Tensor, window: int | None, causal: bool, scale: float | None, softcap: float | None) -> Combination:
-    left = -1 if window is None else window - 1
-    return Combination(
-        q.shape[1], left, causal, float(q.shape[2] ** -0.5 if scale is None else scale), float(softcap or 0)
-    )
-
-
-def _usable(tensor: Tensor) -> Tensor:
-    """*tensor* itself if its heads are contiguous: kernels take any stride of tokens and heads."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
-def _fits(q: Tensor, planned: int) -> None:
-    """Kernels trust their plan: with fewer queries they would read what is not there."""
-    if q.shape[0] != planned:
-        raise ValueError(f"{q.shape[0]} queries in a step that was planned for {planned}")
-
-
-class _Rows:
-    """Consecutive rows of a step that one kernel serves.
-
-    :param first: of their queries among the step's. :param decode: they have one query each.
+    :ivar _few: one operation for :meth:`attend_heads`, where the step has it.
     """
 
-    def __init__(
-        self,
-        backend: FlashInferAttention,
-        memory: KVMemory,
-        page: int,
-        pages: PageList,
-        packed: Tensor,
-        first: int,
-        decode: bool,
-    ):
-        self.backend, self.device = backend, memory.data.device
-        self.shape = Shape(memory.kv_heads, memory.head_dim, page, memory.dtype)
-        self.pages, self.decode = pages, decode
-        self.span = slice(first, first + pages.queries)
-        self._views = backend.pages(memory, page)
-        self._tables = split_packed(packed, pages.rows)
-        self.kernels: dict[Combination, Kernel] = {}
-
-    def kernel(self, how: Combination) -> Kernel:
-        """:raises KernelFault: there is none."""
-        if self.decode:
-            how = how._replace(causal=False)  # a single query sees all of its context
-        kernel = self.kernels.get(how)
-        if kernel is None:
-            kernel = self.kernels[how] = self._find(how)
-        return kernel
-
-    def _find(self, how: Combination) -> Kernel:
-        backend, device = self.backend, self.device
-        kind = _decode_kind(self.shape, how) if self.decode else _prefill_kind(backend.library(device), self.pages, how)
-        return backend.kernel(device, kind, self.shape, how)
-
-    def few(self, memory: KVMemory, batch: KVBatch) -> RowsPlan | None:
-        """For steps that are *batch*'s rows, which are these: see :mod:`mstar.resources.attention.triton_decode`."""
-        _, indptr, indices, last = self._tables
-        return self.backend.few.plan(memory, batch, self.shape.page, (indptr, last, indices))
-
-    def attend(self, layer: int, kernel: Kernel, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        if kernel.planned_for is not self:
-            kernel.plan(self.pages, self)
-        kernel.paged(q, *self._views[layer], self._tables, out, lse)
-
-
-class StepPlan(KVPlan):
-    """A step over keys that are in the memory. Kernels are planned at their first use in the step."""
-
-    def __init__(self, backend: FlashInferAttention, memory: KVMemory, batch: KVBatch, stage: Stage, key: str):
-        self._backend, self._memory, self._batch, self._stage, self._key = backend, memory, batch, stage, key
-        self._written = batch.step_kv == "written"
-        self._ends = batch.starts + batch.lengths if self._written else batch.starts
-        self._longest, self._longest_step = _longest(self._ends), _longest(batch.lengths)
-        self._torch: KVPlan | None = None
-        decodes = leading_ones(batch.lengths)
-        self._parts: list[_Rows] = []
-        if decodes:
-            self._parts.append(self._rows(slice(0, decodes), 0, f"{key}.decode", True))
-        if decodes < len(batch.lengths):
-            self._parts.append(self._rows(slice(decodes, None), decodes, f"{key}.prefill", False))
-        self._few = self._parts[0].few(memory, batch) if decodes == len(batch.lengths) > 0 else None
-
-    def _rows(self, rows: slice, first: int, key: str, decode: bool) -> _Rows:
-        batch = self._batch
-        pages = list_pages(batch.lengths[rows], self._ends[rows], batch.tables[rows], batch.page_size)
-        packed, page = self._stage.put(key, pages.packed), kernel_page(batch.page_size)
-        return _Rows(self._backend, self._memory, page, pages, packed, first, decode)
+    def __init__(self, backend: FlashInferAttention, memory: KVMemory, key: str):
+        self._backend, self._memory, self._key = backend, memory, key
+        self._few: RowsPlan | None = None
 
     def attend(
         self,
@@ -148,19 +48,11 @@ class StepPlan(KVPlan):
         scale: float | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if window is not None and self._written and window >= self._longest:
-            window = None  # nothing is outside of it
-        if self._expressible(q, window, causal):
-            try:
-                how = _how(q, window, causal and self._written, scale, softcap)
-                kernels = [part.kernel(how) for part in self._parts]
-            except KernelFault:  # said when it was found
-                pass
-            else:
-                return self._run(layer, _usable(q), kernels)
-        if self._torch is None:
-            self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
-        return self._torch.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+        return self._attend(layer, q, k, v, Way(window, causal, scale, softcap))
+
+    @abc.abstractmethod
+    def _attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor:
+        """:meth:`attend`, with its options in one."""
 
     def attend_heads(
         self,
@@ -180,6 +72,68 @@ class StepPlan(KVPlan):
             return None
         return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
+
+class _PlainPlan(MemoryPlan):
+    """A step outside of lanes. What no kernel can say is PyTorch's.
+
+    :ivar _longest: from which width on a window leaves nothing out; ``None``: not known.
+    """
+
+    def __init__(self, backend: FlashInferAttention, memory: KVMemory, batch: KVBatch, stage: Stage, key: str):
+        super().__init__(backend, memory, key)
+        self._batch, self._stage = batch, stage
+        self._longest: int | None = None
+        self._torch: KVPlan | None = None
+
+    def _rows(self, rows: slice, ends: np.ndarray, first: int, key: str, decode: bool) -> Rows:
+        """Those of the step's rows whose contexts have *ends*; *first*: of their queries among the step's."""
+        batch = self._batch
+        pages = list_pages(batch.lengths[rows], ends[rows], batch.tables[rows], batch.page_size)
+        packed, page = self._stage.put(key, pages.packed), kernel_page(batch.page_size)
+        return Rows(self._backend, self._memory, page, pages, packed, first, decode)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor:
+        if way.window is not None and self._longest is not None and way.window >= self._longest:
+            way = way._replace(window=None)  # nothing is outside of it
+        mixed = self._by_kernels(layer, q, k, v, way)
+        if mixed is not None:
+            return mixed
+        if self._torch is None:
+            self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
+        return self._torch.attend(layer, q, k, v, **way._asdict())
+
+    @abc.abstractmethod
+    def _by_kernels(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor | None:
+        """:meth:`_attend`; ``None`` if there are no kernels for it, and nothing was done."""
+
+
+class StepPlan(_PlainPlan):
+    """A step over keys that are in the memory. Kernels are planned at their first use in the step."""
+
+    def __init__(self, backend: FlashInferAttention, memory: KVMemory, batch: KVBatch, stage: Stage, key: str):
+        super().__init__(backend, memory, batch, stage, key)
+        self._written = batch.step_kv == "written"
+        ends = batch.starts + batch.lengths if self._written else batch.starts
+        self._longest = _longest(ends) if self._written else None
+        self._longest_step = _longest(batch.lengths)
+        decodes = leading_ones(batch.lengths)
+        self._parts: list[Rows] = []
+        if decodes:
+            self._parts.append(self._rows(slice(0, decodes), ends, 0, f"{key}.decode", True))
+        if decodes < len(batch.lengths):
+            self._parts.append(self._rows(slice(decodes, None), ends, decodes, f"{key}.prefill", False))
+        self._few = self._parts[0].few(memory, batch) if decodes == len(batch.lengths) > 0 else None
+
+    def _by_kernels(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor | None:
+        if not self._expressible(q, way.window, way.causal):
+            return None
+        try:
+            how = way._replace(causal=way.causal and self._written).of(q)
+            kernels = [part.kernel(how) for part in self._parts]
+        except KernelFault:  # said when it was found
+            return None
+        return self._run(layer, usable(q), kernels)
+
     def _expressible(self, q: Tensor, window: int | None, causal: bool) -> bool:
         if q.dtype is not self._memory.dtype:
             return False
@@ -189,7 +143,7 @@ class StepPlan(KVPlan):
         return self._written and not self._batch.sink and (causal or self._longest_step <= window)
 
     def _run(self, layer: int, q: Tensor, kernels: list[Kernel]) -> Tensor:
-        _fits(q, self._parts[-1].span.stop if self._parts else 0)
+        fits(q, self._parts[-1].span.stop if self._parts else 0)
         out = q.new_empty(q.shape)
         if len(kernels) == 1:
             self._parts[0].attend(layer, kernels[0], q, out)
@@ -199,33 +153,13 @@ class StepPlan(KVPlan):
         return out
 
 
-class _LaneRows(_Rows):
-    """The rows of a lane. Their kernels are the lane's own.
-
-    Rows of several queries use fa2: how many of them have a long context, or one query, differs from step to step, and
-    fa3 does not divide contexts.
-    """
-
-    def _find(self, how: Combination) -> Kernel:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
-        kind = _decode_kind(self.shape, how) if self.decode else "fa2"
-        return Kernel(self.backend.library(self.device), kind, self.shape, how, (self.pages.rows, self.pages.queries))
-
-    def refill(self, pages: PageList) -> None:
-        self.pages = pages
-        for kernel in self.kernels.values():
-            kernel.plan(pages, self)
-
-
-class LanePlan(KVPlan):
+class LanePlan(MemoryPlan):
     """Steps on one lane: one query a row, or always as many in all. All kernels that the lane has used are planned for
     each step."""
 
     def __init__(self, backend: FlashInferAttention, memory: KVMemory, key: str):
-        self._backend, self._memory, self._key = backend, memory, key
-        self._rows: _LaneRows | None = None
-        self._few: RowsPlan | None = None
+        super().__init__(backend, memory, key)
+        self._rows: LaneRows | None = None
         self._written, self._windows = False, False
 
     def refill(self, batch: KVBatch, stage: Stage) -> None:
@@ -243,122 +177,47 @@ class LanePlan(KVPlan):
         packed = stage.put(f"{self._key}.pages", pages.packed, room=most)
         self._written, self._windows = written, written and not batch.sink
         if self._rows is None:
-            self._rows = _LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, decode)
+            self._rows = LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, decode)
             self._few = self._rows.few(self._memory, batch) if decode else None
         else:
             self._rows.refill(pages)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        window: int | None = None,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor:
         assert self._rows is not None
-        windows = self._windows and (causal or self._rows.decode)
-        if q.dtype is not self._memory.dtype or (window is not None and not windows):
+        windows = self._windows and (way.causal or self._rows.decode)
+        if q.dtype is not self._memory.dtype or (way.window is not None and not windows):
             raise ValueError(f"{self._key!r} attends in a way that a captured step has no kernel for")
-        _fits(q, self._rows.pages.queries)
-        q = _usable(q)
+        fits(q, self._rows.pages.queries)
+        q = usable(q)
         out = q.new_empty(q.shape)
-        how = _how(q, window, causal and self._written, scale, softcap)
+        how = way._replace(causal=way.causal and self._written).of(q)
         self._rows.attend(layer, self._rows.kernel(how), q, out)
         return out
 
-    def attend_heads(
-        self,
-        layer: int,
-        heads: Tensor,
-        q_heads: int,
-        rotation: Rotation,
-        norms: HeadNorms | None,
-        places: Tensor,
-        *,
-        window: int | None = None,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor | None:
-        if self._few is None:
-            return None
-        return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
-
-class _Segments:
-    """Packed tokens that attend within consecutive segments."""
-
-    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int] | np.ndarray):
-        self._backend = backend
-        sizes = np.asarray(lengths, np.int32)
-        sizes = sizes[sizes > 0]
-        starts = np.zeros(len(sizes) + 1, np.int32)
-        np.cumsum(sizes, dtype=np.int32, out=starts[1:])
-        self._starts = starts
-        self._pages = PageList(len(sizes), int(starts[-1]), np.concatenate((starts, starts)), sizes)
-        self._indptr: Tensor | None = None
-
-    def kernel(self, q: Tensor, k: Tensor, how: Combination) -> Kernel:
-        """:raises KernelFault: there is none."""
-        kind = _prefill_kind(self._backend.library(q.device), self._pages, how)
-        return self._backend.kernel(q.device, kind, Shape(k.shape[1], k.shape[2], 1, k.dtype), how)
-
-    def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        if self._indptr is None:
-            self._indptr = torch.from_numpy(self._starts).to(q.device, non_blocking=True)
-        _fits(q, self._pages.queries)
-        if kernel.planned_for is not self:
-            kernel.plan(self._pages, self)
-        kernel.ragged(q, _usable(k), _usable(v), self._indptr, out, lse)
-
-
-class BesidePlan(KVPlan):
+class BesidePlan(_PlainPlan):
     """A step that is kept nowhere: attention over the memory and within the step, merged."""
 
     def __init__(self, backend: FlashInferAttention, memory: KVMemory, batch: KVBatch, stage: Stage, key: str):
-        self._backend, self._memory, self._batch, self._stage, self._key = backend, memory, batch, stage, key
+        super().__init__(backend, memory, batch, stage, key)
         self._longest = _longest(batch.starts + batch.lengths)
-        self._own = _Segments(backend, batch.lengths)
-        self._torch: KVPlan | None = None
-        self._context: _Rows | None = None
+        self._own = Segments(backend, batch.lengths)
+        self._context: Rows | None = None
         if batch.starts.any():
-            pages = list_pages(batch.lengths, batch.starts, batch.tables, batch.page_size)
-            packed, page = stage.put(f"{key}.context", pages.packed), kernel_page(batch.page_size)
-            self._context = _Rows(backend, memory, page, pages, packed, 0, False)
+            self._context = self._rows(slice(None), batch.starts, 0, f"{key}.context", False)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        window: int | None = None,
-        causal: bool = True,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def _by_kernels(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor | None:
         assert k is not None
         assert v is not None
-        if window is not None and window >= self._longest:
-            window = None
-        if window is None and q.dtype is self._memory.dtype and k.dtype is q.dtype:
-            how = _how(q, None, causal, scale, softcap)
-            try:
-                own = self._own.kernel(q, k, how)
-                context = None if self._context is None else self._context.kernel(how._replace(causal=False))
-            except KernelFault:  # said when it was found
-                pass
-            else:
-                return self._run(layer, _usable(q), k, v, own, context)
-        if self._torch is None:
-            self._torch = self._backend.torch_plan(self._memory, self._batch, self._stage, self._key)
-        return self._torch.attend(layer, q, k, v, window=window, causal=causal, scale=scale, softcap=softcap)
+        if way.window is not None or q.dtype is not self._memory.dtype or k.dtype is not q.dtype:
+            return None
+        how = way.of(q)
+        try:
+            own = self._own.kernel(q, k, how)
+            context = None if self._context is None else self._context.kernel(how._replace(causal=False))
+        except KernelFault:  # said when it was found
+            return None
+        return self._run(layer, usable(q), k, v, own, context)
 
     def _run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Kernel, context: Kernel | None) -> Tensor:
         out = q.new_empty(q.shape)
@@ -376,21 +235,21 @@ class BesidePlan(KVPlan):
 class SegmentsPlan(RaggedPlan):
     """Attention within segments."""
 
-    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int]):
-        self._backend, self._lengths = backend, lengths
-        self._segments = _Segments(backend, lengths)
+    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int], stage: Stage, key: str):
+        self._backend, self._lengths, self._stage, self._key = backend, lengths, stage, key
+        self._segments = Segments(backend, lengths)
         self._torch: RaggedPlan | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
         if not q.shape[0]:
             return torch.empty_like(q)
         try:
-            kernel = self._segments.kernel(q, k, _how(q, None, causal, scale, None))
+            kernel = self._segments.kernel(q, k, Way(None, causal, scale, None).of(q))
         except KernelFault:  # said when it was found
             if self._torch is None:
-                self._torch = self._backend.torch_ragged(self._lengths)
+                self._torch = self._backend.torch_ragged(self._lengths, self._stage, self._key)
             return self._torch.attend(q, k, v, causal=causal, scale=scale)
-        q = _usable(q)
+        q = usable(q)
         out = q.new_empty(q.shape)
         self._segments.attend(kernel, q, k, v, out)
         return out

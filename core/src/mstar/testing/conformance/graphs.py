@@ -15,7 +15,7 @@ from mstar.graph.values import torch_dtype
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node, Packed, Sampled, Step
 from mstar.registry import load_object
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import GraphError, SetupError

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mstar.cluster.base import WorkerConfig
-from mstar.runtime.opening import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
