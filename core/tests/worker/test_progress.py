@@ -50,7 +50,7 @@ def test_each_step_is_told() -> None:
 
 
 def test_previews_come_with_their_steps() -> None:
-    (deltas,) = run(replace(ASKED, want=("image", "progress", "preview")))
+    (deltas,) = run(replace(ASKED, want=("image", "preview")))
     *told, picture = deltas
     assert [(delta.step, delta.total) for delta in told] == [(1, 3), (2, 3), (3, 3)]
     np.testing.assert_array_equal(told[-1].preview, picture.frames[0])

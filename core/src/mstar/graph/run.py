@@ -182,7 +182,8 @@ class RequestRun:
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
         """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
         out = self.out[name]
-        if out.full or out.spec.modality not in self.request.want:
+        wanted = out.spec.modality in self.request.want or "preview" in self.request.want
+        if out.full or not wanted:
             return
         total = min((self.times(stop) for stop in loop.stops if isinstance(stop, Times)), default=0)
         data = np.array([[done, total]], dtype=np.int64)

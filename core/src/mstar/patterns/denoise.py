@@ -82,7 +82,7 @@ class DenoiseLoop(Model):
     and one step of the solver. ``decoder.forward(step, LATENT) -> {ANSWER}``.
 
     *Progress.* A request that wants ``progress`` hears of each step on a stream of that name; one that wants
-    ``preview`` as well sees what there is on a stream ``preview``, if the facts have some. Processors render both with
+    ``preview`` also sees what there is on a stream ``preview``, if the facts have some. Processors render both with
     :class:`~mstar.processing.progress.ProgressReport`; the spec names the words in ``outputs``.
 
     *A request* brings LATENT (the processor draws it from the request's seed) and each branch's prompt.
