@@ -31,7 +31,8 @@ class ServerOptions:
     :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
     :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
     :param max_file_bytes: largest media file, uploaded, in JSON or fetched; more is answered 413.
-    :param max_pixels: largest image or frame of a video, width × height, judged from the file's header.
+    :param max_pixels: largest image or frame of a video, width × height, judged from the file's header; and the largest
+        picture that a client may ask for.
     :param max_video_pixels: most pixels of all frames of a video that are decoded. The default are 259 s of 1920x1080
         at two frames a second; more is answered 400.
     :param max_video_frames: most frames of a video that are decoded; of a longer one every n-th frame is taken.
@@ -50,7 +51,15 @@ class ServerOptions:
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
-    :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: memory.
+    :param max_images: largest ``n`` of a request for pictures.
+    :param state_dir: where the server keeps what outlives it: stored responses and videos. ``None``: responses in
+        memory, videos in a temporary folder.
+    :param max_videos: video jobs that are kept; more than so many lose the oldest.
+    :param max_running_videos: of them, those that may be unfinished; more are answered 429.
+    :param max_videos_bytes: what their files may take on disk; beyond it the oldest go.
+    :param videos_days: how long a video is kept after it was made.
+    :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: one in
+        *state_dir*, or memory.
     :param max_stored_responses: more than so many lose the oldest.
     :param stored_responses_days: how long they are kept.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
@@ -95,6 +104,12 @@ class ServerOptions:
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256
+    max_images: int = 10
+    state_dir: Path | None = None
+    max_videos: int = 1000
+    max_running_videos: int = 64
+    max_videos_bytes: int = 16 * 1024 * MIB
+    videos_days: float = 1.0
     responses_file: Path | None = None
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0

@@ -14,6 +14,9 @@ _ADAPTERS = {
     "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
     "completion": "mstar_server.openai.completion_request:CompletionAdapter",
     "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+    "image": "mstar_server.openai.image_request:ImageAdapter",
+    "image_edit": "mstar_server.openai.image_request:ImageAdapter",
+    "video": "mstar_server.openai.video_request:VideoAdapter",
 }
 
 
@@ -27,13 +30,18 @@ def mstar_api() -> Sequence[Any]:
         generate,
         generate_ws,
         health,
+        images,
         models,
         requests,
         responses,
         tokens,
+        videos,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, tokens, generate, generate_ws, requests)
+    modules = (
+        health, models, chat, completions, responses, embeddings, images, videos, tokens, generate, generate_ws,
+        requests,
+    )  # fmt: skip
     return [module.router for module in modules]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -17,6 +18,8 @@ from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
+from mstar_server.videos.jobs import VideoJobs
+from mstar_server.videos.store import VideoStore
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -54,15 +57,33 @@ class ServerState:
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self.media = Media(options)
+        folder = options.state_dir
+        self._videos = None if folder is None else self._open_videos(folder / "videos")
+        responses_file = options.responses_file or (None if folder is None else folder / "responses.sqlite")
         self.responses = ResponseStore(
-            options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
+            responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     async def close(self) -> None:
         """Let go of what is open, once no request runs."""
+        if self._videos is not None:
+            await self._videos.close()
         await self.media.close()
         self.responses.close()
+
+    @property
+    def videos(self) -> VideoJobs:
+        """The video jobs: those that run and those that are kept. A temporary folder is made when it is needed."""
+        if self._videos is None:
+            self._videos = self._open_videos(None)
+        return self._videos
+
+    def _open_videos(self, folder: Path | None) -> VideoJobs:
+        options = self.options
+        age_s = options.videos_days * 86400.0
+        store = VideoStore(folder, options.max_videos, options.max_videos_bytes, age_s)
+        return VideoJobs(store, options.max_running_videos)
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""

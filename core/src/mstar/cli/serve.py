@@ -37,6 +37,7 @@ _PASSED_ON = (
     "load_wait_s",
     "idle_unload_s",
     "max_loaded",
+    "state_dir",
 )
 """Arguments that are the server's options of the same name, where they are given."""
 
@@ -117,6 +118,13 @@ def _arguments(parser: Parser) -> None:
         type=_root_path,
         metavar="PATH",
         help="the path below which a proxy shows the server, as in /mstar",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="where stored responses and videos are kept, so that they outlive the server (default: memory and a "
+        "temporary folder)",
     )
     parser.add_argument(
         "--drain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -65,6 +66,7 @@ def _describe(service: Service, state: ServerState) -> dict[str, Any]:
         "modalities": {"input": list(spec.inputs), "output": list(spec.outputs)},
         "licence": _licence(spec),
         "limits": dict(service.limits),
+        "canvas": None if spec.canvas is None else dataclasses.asdict(spec.canvas),
         "knobs": spec.knobs.model_json_schema().get("properties", {}),
     }
 
