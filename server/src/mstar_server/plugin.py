@@ -27,12 +27,13 @@ def mstar_api() -> Sequence[Any]:
         generate,
         generate_ws,
         health,
+        metrics,
         models,
         requests,
         responses,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws, requests)
+    modules = (health, metrics, models, chat, completions, responses, embeddings, generate, generate_ws, requests)
     return [module.router for module in modules]
 
 

@@ -12,6 +12,9 @@ from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
+from mstar_server.observe.metrics import Metrics
+from mstar_server.observe.tracing import Tracing
+from mstar_server.observe.watching import Observer
 from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
@@ -42,13 +45,22 @@ class ServerState:
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
-    :ivar exchanges: the requests that go on.
+    :ivar exchanges: the requests that go on. :ivar observer: what watches them.
     """
 
-    def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        registry: Registry,
+        options: ServerOptions,
+        tracing: Tracing | None = None,
+    ):
         self.services, self.registry, self.options = dict(services), registry, options
         self.draining = False
         self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
+        self.observer = Observer(Metrics(tuple(services)), tracing, options.log_stats)
+        for service in self.services.values():
+            service.watcher = self.observer
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self.responses = ResponseStore(
@@ -59,6 +71,7 @@ class ServerState:
     def close(self) -> None:
         """Let go of what is open, once no request runs."""
         self.responses.close()
+        self.observer.close()
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""

@@ -35,6 +35,7 @@ from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Faile
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build, runner_name
 from mstar.worker.observers import Observers
+from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.sessions import Sessions
 from mstar.worker.trace import open_trace
 
@@ -63,6 +64,7 @@ class _Live:
     started: float | None = None
     cached: int = 0
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
+    profile: RequestProfile | None = None  # for requests that ask for it
     siblings: list[_Live] = field(default_factory=list)
 
 
@@ -100,8 +102,11 @@ class Worker:
             built.stage,
             built.device,
             built.dtype,
-            self._step_done if self.observers.watched("mstar_step_done") else None,
+            self._step_done,
         )
+        self._totals, self._began = StepTotals(built.plan), time.time()
+        self._prefix_tokens = self._prefix_hits = 0
+        self._steps_watched = self.observers.watched("mstar_step_done")
         self._prepare(on_phase)
         self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
         self.observers.add("timeline", self.trace)
@@ -157,6 +162,8 @@ class Worker:
         run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
         timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
         live = _Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
+        if request.profile:
+            live.profile = RequestProfile(now)
         if request.session is not None:
             session = live.holding.session = self.sessions.acquire(request.session, request.id, now, request.tenant)
             live.fresh = not session.owners  # a context that goes on has no head to skip
@@ -241,6 +248,10 @@ class Worker:
             "steps": self.engine.steps,
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "began": self._began,
+            "entries": self._totals.report(),
+            "prefix": {"tokens": self._prefix_tokens, "hits": self._prefix_hits},
+            "memory": dict(device_memory(self._device)),
             "observer_failures": self.observers.report(),
         }
 
@@ -346,6 +357,9 @@ class Worker:
             if hit is not None:
                 hits.append(hit)
         skipped = min(hits, default=0)
+        if hits:
+            self._prefix_tokens += len(ids)
+            self._prefix_hits += max(skipped, 0)
         if skipped <= 0:
             return
         for resource, owner in mine:
@@ -388,6 +402,9 @@ class Worker:
         call.flight, call.index = flight, index
         call.done += w.tokens
         call.chunks += 1
+        if live.profile is not None:
+            began = now - (time.perf_counter() - flight.began)
+            live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, len(flight.work), began)
         if not w.complete:
             self._offer(live, call, now)
         elif live.fresh and call.op.entry.prefix:
@@ -407,6 +424,8 @@ class Worker:
                 self._fail(live, result)
                 continue
             self.engine.learn(flight, index)
+            if live.profile is not None:
+                live.profile.landed(w.call.op.call.node, w.call.op.entry.name)
             if w.complete:
                 self._complete(live, w.call, result)
         self.trace.routed(flight)
@@ -466,7 +485,9 @@ class Worker:
                 self._guarded(sibling, sibling.run.start)
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
-        self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
+        self._totals.add(node, entry, rows, tokens, seconds)
+        if self._steps_watched:
+            self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
 
     # --- requests end -------------------------------------------------------------------------------------------------
     def _finish(self, live: _Live, reason: str) -> None:
@@ -490,6 +511,8 @@ class Worker:
         if live.started is not None:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
+        if live.profile is not None:
+            event.profile = live.profile.done(live.started)
         self._events.append(event)
         self.observers.call("mstar_request_ended", request=live.request, event=event)
         self._end_fresh(live)
