@@ -70,6 +70,8 @@ class ScriptedAnswer:
         self.said, self.failed = 0, False
         self._script = script
         self._pushes: asyncio.Queue[tuple[str, Any, bool]] = asyncio.Queue()
+        self._sent: dict[str, int] = {}
+        self.heard: dict[str, int] = {}
 
     def cancel(self, reason: str = "cancelled") -> None:
         self.reason = reason
@@ -79,8 +81,11 @@ class ScriptedAnswer:
         if self.finish_reason is None:
             self.cancel()
 
-    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
         await self._pushes.put((stream, part, end))
+        first = self._sent.get(stream, 0)
+        self._sent[stream] = first + (len(part) if isinstance(part, np.ndarray) else int(part is not None))
+        return range(first, self._sent[stream])
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for item in self._script:
@@ -107,6 +112,8 @@ class ScriptedAnswer:
             if pushed is None or pushed[2]:
                 return
             data = pushed[1] * 2 if isinstance(pushed[1], np.ndarray) else np.asarray([len(pushed[1].text)])
+            items = len(pushed[1]) if isinstance(pushed[1], np.ndarray) else 1
+            self.heard = {**self.heard, pushed[0]: self.heard.get(pushed[0], 0) + items}
             yield ArrayDelta(data, stream=pushed[0])
 
     async def _or_cancelled(self, wait: Any) -> Any:
@@ -216,6 +223,13 @@ class Hooks:
         self.plugins = Plugins(*plugins)
 
 
+class Application(httpx.ASGITransport):
+    """An application in this process; what its state holds ends with the client."""
+
+    async def aclose(self) -> None:
+        await self.app.state.mstar.close()
+
+
 class Kit:
     """What tests build servers with."""
 
@@ -226,7 +240,7 @@ class Kit:
     ) -> httpx.AsyncClient:
         """A client of an in-process application with *services*."""
         app = create_app({s.spec.key: s for s in services}, hooks or Hooks(), ServerOptions(**options))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+        return httpx.AsyncClient(transport=Application(app), base_url="http://server", headers=headers)
 
     @contextlib.asynccontextmanager
     async def server(self, *services: ScriptedService, **options: Any) -> AsyncIterator[str]:

@@ -228,3 +228,18 @@ async def test_stopping_while_it_loads_ends_those_who_wait(house, chat):
     await models[0].stop()
     reply = await asyncio.wait_for(request, LIMIT_S)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
+
+
+async def test_a_model_that_is_being_unloaded_makes_room(house, chat):
+    client, loads, models = await house("a", "b", max_loaded=1)
+    await client.post("/v1/models/a/load")
+    first, stopping = loads["a"].made[0], asyncio.Event()
+    first.stop = stopping.wait
+    unloading = asyncio.create_task(client.post("/v1/models/a/unload"))
+    await until(lambda: models[0].phase.name == "unloading")
+    request = asyncio.create_task(client.post(CHAT, json=chat(model="b")))
+    await asyncio.sleep(0.02)
+    assert loads["b"].made == []
+    stopping.set()
+    assert (await request).status_code == 200
+    assert (await unloading).status_code == 200

@@ -28,6 +28,7 @@ def mstar_attention_backends() -> dict[str, str]:
     return {
         "flashinfer": "mstar.resources.attention.flashinfer:FlashInferAttention",
         "torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention",
+        "batch_invariant": "mstar.resources.attention.batch_invariant:BatchInvariantAttention",
         "numba_cpu": "mstar.resources.attention.numba_cpu:NumbaAttention",
     }
 

@@ -7,10 +7,23 @@ import logging
 import time
 from typing import Any, Literal
 
-__all__ = ["LOG_FORMATS", "JsonFormatter", "LogFormat", "begin_logging", "log_format"]
+__all__ = ["LOG_FORMATS", "JsonFormatter", "LogFormat", "TextFormatter", "begin_logging", "log_format"]
 
 LogFormat = Literal["text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, logger, message; before the message the id of the request that it belongs to, in brackets."""
+
+    def __init__(self, worker: str | None = None):
+        name = "" if worker is None else f"worker {worker}: ".replace("%", "%%")
+        super().__init__(f"%(asctime)s %(levelname)s {name}%(name)s: %(named)s%(message)s", defaults={"named": ""})
+
+    def format(self, record: logging.LogRecord) -> str:
+        if (request_id := getattr(record, "request_id", None)) is not None:
+            record.named = f"[{request_id}] "
+        return super().format(record)
 
 
 class JsonFormatter(logging.Formatter):
@@ -55,8 +68,7 @@ def begin_logging(level: int | str, form: LogFormat, worker: str | None = None) 
     if form == "json":
         formatter = JsonFormatter(worker)
     else:
-        name = "" if worker is None else f"worker {worker}: ".replace("%", "%%")
-        formatter = logging.Formatter(f"%(asctime)s %(levelname)s {name}%(name)s: %(message)s")
+        formatter = TextFormatter(worker)
     ours = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
     for handler in ours or [_Handler()]:
         handler.setFormatter(formatter)

@@ -143,7 +143,10 @@ def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
     if fault["type"] == "missing":
         return RequestError(f"{param!r} is required", param=param, code="missing_required_parameter")
     if fault["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter {param!r}", param=param, code="unknown_parameter")
+        more = fault.get("ctx", {})  # of models that look for the nearest field
+        param = _dotted([*paths[best], more["field"]]) if "field" in more else param
+        message = f"unknown parameter {param!r}{more.get('nearest', '')}"
+        return RequestError(message, param=param, code="unknown_parameter")
     text = fault["msg"].removeprefix("Value error, ")
     message = f"{param!r}: {text[:1].lower()}{text[1:]}, got {_shown(fault.get('input'))}"
     return RequestError(message, param=param)

@@ -25,7 +25,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.api_keys import ApiKey
-from mstar.log_format import JsonFormatter
 from mstar.spec.errors import RequestError, TooBusy
 from mstar_server.errors import error_response, refuse
 from mstar_server.protocols import Answer
@@ -402,20 +401,14 @@ def name_log_lines() -> None:
     """From now on, log lines that belong to an exchange begin with its id."""
     for handler in logging.getLogger().handlers:
         if not any(isinstance(filter_, _Named) for filter_ in handler.filters):
-            handler.addFilter(_Named(not isinstance(handler.formatter, JsonFormatter)))
+            handler.addFilter(_Named())
 
 
 class _Named(logging.Filter):
-    """:param in_words: put the id before the message: a formatter that knows ``request_id`` does not need that."""
-
-    def __init__(self, in_words: bool):
-        super().__init__()
-        self.in_words = in_words
+    """Gives a record the ``request_id`` that formatters show (:mod:`mstar.log_format`)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         exchange = current()
         if exchange is not None and not hasattr(record, "request_id"):
             record.request_id = exchange.id
-            if self.in_words:
-                record.msg = f"[{exchange.id}] {record.msg}"  # an id has no %
         return True

@@ -235,14 +235,15 @@ class OnDemand:
 
     async def unload(self) -> None:
         """End its worker. Raises status 409 when it is in use; does nothing when it is not loaded."""
-        if self._unloading is not None:
-            await asyncio.shield(self._unloading)
-        elif (self._service is not None or self._loading is not None) and not await self.unload_if_idle():
+        if (self._unloading or self._service or self._loading) and not await self.unload_if_idle():
             message = f"the model {self.spec.key!r} is in use: it has requests or sessions, or is being loaded"
             raise RequestError(message, param="model", code="model_in_use", status=409)
 
     async def unload_if_idle(self) -> bool:
         """End its worker, unless it has requests or sessions or is being loaded. Returns whether it is unloaded."""
+        if self._unloading is not None:
+            await asyncio.shield(self._unloading)
+            return True
         service = self._service
         if service is None or not self.loaded or self.open_requests or await _sessions(service):
             return False

@@ -31,9 +31,22 @@ def mstar_api() -> Sequence[Any]:
         models,
         requests,
         responses,
+        tokens,
     )
 
-    modules = (health, metrics, models, chat, completions, responses, embeddings, generate, generate_ws, requests)
+    modules = (
+        health,
+        metrics,
+        models,
+        chat,
+        completions,
+        responses,
+        embeddings,
+        tokens,
+        generate,
+        generate_ws,
+        requests,
+    )
     return [module.router for module in modules]
 
 

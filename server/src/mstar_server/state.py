@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
+from mstar_server.media.decoder import Media
 from mstar_server.observe.metrics import Metrics
 from mstar_server.observe.tracing import Tracing
 from mstar_server.observe.watching import Observer
@@ -45,6 +47,7 @@ class ServerState:
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
+    :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     :ivar exchanges: the requests that go on. :ivar observer: what watches them.
     """
 
@@ -63,15 +66,17 @@ class ServerState:
             service.watcher = self.observer
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
+        self.media = Media(options)
         self.responses = ResponseStore(
             options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of what is open, once no request runs."""
+        await self.media.close()
         self.responses.close()
-        self.observer.close()
+        await asyncio.to_thread(self.observer.close)
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""
@@ -100,12 +105,13 @@ class ServerState:
             raise RequestError(message, param="model", code="model_not_found", status=404)
         return service
 
-    def ready(self, model: str | None, ability: str) -> Service:
-        """The service called *model*, able to do *ability* now, or when it has been loaded (which starting a request
-        waits for). Raises 404, 400 (wrong route), 503 (not ready) or 429 (the caller has too many requests)."""
+    def ready(self, model: str | None, ability: str | None) -> Service:
+        """The service called *model*, able to do *ability* (``None``: what any can) now, or when it has been loaded
+        (which starting a request waits for). Raises 404, 400 (wrong route), 503 (not ready) or 429 (the caller has too
+        many requests)."""
         service = self.find(model)
         spec = service.spec
-        if ability not in spec.abilities:
+        if ability is not None and ability not in spec.abilities:
             routes = [ROUTES[a] for a in spec.abilities if ROUTES[a] in self.mounted]
             there = f"; use {' or '.join(routes)}" if routes else ""
             message = f"the model {spec.key!r} cannot be used on {ROUTES[ability]}{there}"

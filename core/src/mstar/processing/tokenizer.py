@@ -91,10 +91,18 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each of *ids* as the vocabulary writes it (``"Ġthe"``); the empty string for one that it lacks."""
+        return [self._tokenizer.id_to_token(token) or "" for token in ids]
+
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
         """The bytes that a token stands for; see :mod:`mstar.processing.token_bytes`."""
         return token_speller(self._tokenizer)
+
+    def vocabulary(self) -> list[bytes]:
+        """:attr:`token_bytes` of all ids."""
+        return [self.token_bytes(token) for token in range(self.vocab_size)]
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.runtime.watch import Watched, Watcher
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.knobs import read_options
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Cancel, Done, Event, Failed, Push
@@ -157,12 +157,14 @@ class Service:
 
         :param request_id: must not be in use. Default: a random one.
         :param sibling_of: id of a running request with the very same prompt, whose prompt state is shared.
-        :raises RequestError: the task is not valid (from the processor), or the id is in use.
+        :raises RequestError: the task is not valid (from the processor), it wants what the model does not make, or the
+            id is in use.
         :raises NotReady: the model is loading, draining, or has failed. :raises TooBusy: the queue is full.
 
         A request that has taken longer than *task* or the deployment allows ends with status 504 and code ``timeout``,
         also when the worker hangs.
         """
+        check_wanted(self.spec, task.want)
         request_id = request_id or uuid.uuid4().hex
         if self.watcher is None:
             return await self._generate(task, request_id, sibling_of, None)

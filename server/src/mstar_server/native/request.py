@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
-from mstar.spec.model import ModelSpec
-from mstar.spec.tasks import File, GenerateTask, Part
+from mstar.spec.model import ModelSpec, check_wanted
+from mstar.spec.tasks import GenerateTask
 from mstar_server.errors import validation_fault
-from mstar_server.media import decode_base64, decode_file, split_data_url
+from mstar_server.media.decoder import MODALITIES, Item, Media
+from mstar_server.media.limits import Sampling
+from mstar_server.media.source import Source
+from mstar_server.media.uploads import upload_source
+from mstar_server.media.values import decode_base64, split_data_url
 from mstar_server.options import ServerOptions
 
 __all__ = [
@@ -28,15 +32,19 @@ __all__ = [
     "is_name",
     "make_task",
     "unknown_field",
+    "with_files",
 ]
 
 
+_FILE_DATA = "Base64, or a data URL; in msgpack also the bytes."
+
+
 class FileBody(BaseModel):
-    """A file inside JSON."""
+    """A file inside JSON or msgpack."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    data: str = Field(description="Base64, or a data URL.")
+    data: Annotated[str | bytes, WithJsonSchema({"type": "string", "description": _FILE_DATA})]
     name: str = ""
     media_type: str = "application/octet-stream"
 
@@ -60,7 +68,7 @@ class GenerateBody(BaseModel):
 class Upload:
     """A file as it came. *param* is its name in errors."""
 
-    data: bytes
+    content: bytes | Source
     name: str
     media_type: str
     param: str
@@ -90,7 +98,7 @@ def body_schema() -> dict[str, Any]:
 
 
 def from_json(value: Any, options: ServerOptions) -> NativeRequest:
-    """A request from a decoded JSON object. Raises :class:`RequestError` that names the field at fault."""
+    """A request from a decoded JSON or msgpack object. Raises :class:`RequestError` that names the field at fault."""
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     stray = next((unknown_field(name) for name in value if name not in GenerateBody.model_fields), None)
@@ -99,7 +107,7 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
         body = GenerateBody.model_validate(known)
     except ValidationError as error:
         raise validation_fault(error.errors(include_url=False), value) from None
-    _check_kwargs_size(len(json.dumps(body.model_kwargs)), options)
+    _check_kwargs_size(len(_as_json(body.model_kwargs)), options)
     uploads = tuple(_json_upload(file, f"files[{i}]") for i, file in enumerate(body.files))
     return _checked(
         NativeRequest(
@@ -110,7 +118,17 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
     )  # fmt: skip
 
 
+def _as_json(model_kwargs: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(model_kwargs)
+    except (TypeError, RecursionError):  # msgpack can say more than JSON
+        message = "'model_kwargs' must hold numbers, strings, booleans, lists and objects only"
+        raise RequestError(message, param="model_kwargs") from None
+
+
 def _json_upload(file: FileBody, param: str) -> Upload:
+    if isinstance(file.data, bytes):
+        return Upload(file.data, file.name, file.media_type, param)
     if file.data.startswith("data:"):
         media_type, data = split_data_url(file.data, f"{param}.data")
         return Upload(data, file.name, media_type or file.media_type, param)
@@ -131,7 +149,8 @@ async def from_form(form: FormData, options: ServerOptions) -> NativeRequest:
             raise RequestError(f"{name!r} must be {want}", param=name)
         if isinstance(value, UploadFile):
             media_type = value.content_type or "application/octet-stream"
-            uploads.append(Upload(await value.read(), value.filename or "", media_type, f"files[{len(uploads)}]"))
+            param = f"files[{len(uploads)}]"
+            uploads.append(Upload(await upload_source(value, param), value.filename or "", media_type, param))
         else:
             fields.setdefault(name, []).append(value)
     modalities = [word.strip() for value in fields.get("output_modalities", ()) for word in value.split(",")]
@@ -207,16 +226,11 @@ def _checked(request: NativeRequest, options: ServerOptions) -> NativeRequest:
     return request
 
 
-def make_task(
-    request: NativeRequest, spec: ModelSpec, options: ServerOptions, live: Sequence[str] = ()
-) -> GenerateTask:
-    """The task for *spec*'s model. Decodes the files: call it in a thread when there are any."""
+def make_task(request: NativeRequest, spec: ModelSpec, live: Sequence[str] = ()) -> GenerateTask:
+    """The task for *spec*'s model, without its files: :func:`with_files` adds them when all else is right."""
     if request.stray is not None:
         raise _misplaced(request.stray, spec)
-    for word in request.output_modalities:
-        if word not in spec.outputs:
-            message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
-            raise RequestError(message, param="output_modalities", code="unsupported_modality")
+    check_wanted(spec, request.output_modalities, "output_modalities")
     knobs = validate_knobs(spec.knobs, dict(request.model_kwargs), where="model_kwargs.")
     return GenerateTask(
         knobs=knobs,
@@ -224,7 +238,6 @@ def make_task(
         stop=request.stop,
         session=request.session,
         text=request.text,
-        parts=tuple(_part(upload, spec, options) for upload in request.uploads),
         live=tuple(live),
     )
 
@@ -241,11 +254,11 @@ def _misplaced(stray: RequestError, spec: ModelSpec) -> RequestError:
     return RequestError(message, param=name, code=stray.code)
 
 
-def _part(upload: Upload, spec: ModelSpec, options: ServerOptions) -> Part:
-    part = decode_file(upload.data, upload.name, upload.media_type, upload.param, options)
-    modality = type(part).__name__.lower()
-    if not isinstance(part, File) and modality not in spec.inputs:
-        takes = ", ".join(spec.inputs)
-        message = f"{upload.param!r}: the model {spec.key!r} does not take {modality}; it takes {takes}"
-        raise RequestError(message, param=upload.param, code="unsupported_modality")
-    return part
+async def with_files(task: GenerateTask, request: NativeRequest, spec: ModelSpec, media: Media) -> GenerateTask:
+    """*task* with the files of *request*, decoded. Raises :class:`RequestError` that names the file at fault."""
+    if not request.uploads:
+        return task
+    takes = tuple(kind for kind in MODALITIES if kind in spec.inputs)
+    sampling = Sampling(audio="audio" in takes)
+    items = [Item("any", u.content, u.param, takes, sampling, u.name, u.media_type) for u in request.uploads]
+    return replace(task, parts=tuple(await media.decode(items)))
