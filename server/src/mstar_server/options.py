@@ -64,6 +64,8 @@ class ServerOptions:
     :param stored_responses_days: how long they are kept.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
+    :param log_stats: log a line for each request to a model, with where its time went.
+    :param otel: OTLP collector that traces are sent to (``http://host:4318``); ``None``: none are made.
     :param drain_s: after SIGTERM, how long running requests may go on.
     :param load_wait_s: how long a request waits for a model that is loaded on demand, before it is answered 503.
     :param idle_unload_s: seconds without a request or a session after which such a model is unloaded; ``None``: never.
@@ -114,6 +116,8 @@ class ServerOptions:
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0
     keepalive_s: float = 10.0
+    log_stats: bool = False
+    otel: str | None = None
     drain_s: float = 30.0
     load_wait_s: float = 60.0
     idle_unload_s: float | None = None
