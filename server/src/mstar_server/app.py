@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.hooks import routers
+from mstar_server.json_body import check_text
 from mstar_server.middleware import ApiKey, BodyLimit
+from mstar_server.openapi import ERRORS
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -27,7 +29,7 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
     state = app.state.mstar = ServerState(services, registry, options)
     mounted = routers(registry)
     for router in mounted:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(check_text)], responses=ERRORS)
     state.mounted = frozenset(
         path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
     )
