@@ -59,7 +59,20 @@ def mstar_weight_sources() -> dict[str, str]:
 
 @hookimpl
 def mstar_cli(commands: Commands) -> None:
-    from mstar.cli import check, completion, doctor, download, graph, licences, models, plugin, plugins, run, serve
+    from mstar.cli import (
+        check,
+        completion,
+        doctor,
+        download,
+        graph,
+        keys,
+        licences,
+        models,
+        plugin,
+        plugins,
+        run,
+        serve,
+    )
 
-    for command in (serve, run, models, plugins, plugin, graph, check, licences, download, doctor, completion):
+    for command in (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, completion):
         command.register(commands)

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from mstar.spec.errors import RequestError
 from mstar_server.errors import error_object
+from mstar_server.exchange import ID_HEADER, new_id
 
 __all__ = ["BoundedHttp"]
 
@@ -152,7 +153,12 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, line: bytes, error: RequestError) -> None:
         body = msgspec.json.encode(error_object(error))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        name = f"{ID_HEADER.lower()}: {new_id()}\r\n".encode()
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+            + name
+            + b"\r\n"
+        )
         self.transport.write(line + head + body)
         self.linger()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from mstar.spec.errors import RequestError
 
@@ -25,9 +26,11 @@ async def read_json(request: Request) -> Any:
         raise json_fault(error) from None
 
 
-async def check_text(request: Request) -> None:
+async def check_text(request: HTTPConnection) -> None:
     """Refuse a JSON body with half a surrogate pair anywhere in it: JSON can spell one, but it is no text, and whatever
-    writes UTF-8 later would stumble over it. A dependency of every route."""
+    writes UTF-8 later would stumble over it. A dependency of every route; a websocket has no body."""
+    if not isinstance(request, Request):
+        return
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         return

@@ -93,6 +93,8 @@ class Task:
     :param logprobs: ``None``, or the number of alternatives per token.
     :param response_format: what the answer may look like: a form of :mod:`mstar.spec.constraints`, checked by the
         processor. :param format_param: the client's field that it comes from, which errors name.
+    :param tenant: whose request it is: tenants share the rows, and neither prompts' heads nor sessions.
+    :param timeout: seconds that it may take from now on, within what the deployment allows.
     :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began.
     """
 
@@ -106,6 +108,7 @@ class Task:
     format_param: str = "response_format"
     session: str | None = None
     tenant: str = ""
+    timeout: float | None = None
     live: tuple[str, ...] = ()
 
     @property

@@ -142,7 +142,7 @@ class Worker:
         timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
         live = Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
         if request.session is not None:
-            session = live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            session = live.holding.session = self.sessions.acquire(request.session, request.id, now, request.tenant)
             live.fresh = not session.owners  # a context that goes on has no head to skip
         try:
             self._enqueue(Ticket(request.id, request.tenant, request.priority, now, live), now)
@@ -409,7 +409,7 @@ class Worker:
 
     def _expire(self, now: float) -> None:
         while (live := self._timeouts.first()) is not None and live.deadline is not None and live.deadline <= now:
-            took = f"the request took longer than {live.deadline - live.arrival:g} s"
+            took = f"the request took longer than {live.deadline - live.arrival:.3g} s"
             self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
         self.sessions.expire(now)
 
