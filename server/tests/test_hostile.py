@@ -73,6 +73,18 @@ async def test_a_body_that_cannot_be_parsed_says_why(kit, chat, route, content, 
         await assert_alive(client, chat)
 
 
+@by_route
+async def test_nesting_has_a_limit_that_is_said(kit, chat, route):
+    deep = []
+    for _ in range(300):
+        deep = [deep, [], []]
+    async with kit.client(service(kit)) as client:
+        error = error_of(await client.post(route, json={**BODIES[route], "metadata": {"a": deep}}))
+        assert (error["code"], error["param"]) == ("nested_too_deeply", "metadata")
+        assert "128 levels" in error["message"]
+        await assert_alive(client, chat)
+
+
 def halves(body):
     """*body* with half a surrogate pair in each of its strings, one at a time; the field's name; and as a new field."""
     for field, value in body.items():

@@ -11,7 +11,7 @@ from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.exchange import ID_HEADER, ExchangeLife
 from mstar_server.hooks import routers
-from mstar_server.json_body import check_text
+from mstar_server.json_body import check_json
 from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
 from mstar_server.openapi import ERRORS
 from mstar_server.options import ServerOptions
@@ -31,7 +31,7 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
     state = app.state.mstar = ServerState(services, registry, options)
     mounted = routers(registry)
     for router in mounted:
-        app.include_router(router, dependencies=[Depends(check_text)], responses=ERRORS)
+        app.include_router(router, dependencies=[Depends(check_json)], responses=ERRORS)
     state.mounted = frozenset(
         path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
     )
