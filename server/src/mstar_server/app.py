@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.exchange import ID_HEADER, ExchangeLife
 from mstar_server.hooks import routers
+from mstar_server.json_body import check_json
 from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
 from mstar_server.observe.tracing import Tracing, open_tracing
+from mstar_server.openapi import ERRORS
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -39,7 +41,7 @@ def create_app(
     state = app.state.mstar = ServerState(services, registry, options, tracing)
     mounted = routers(registry)
     for router in mounted:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(check_json)], responses=ERRORS)
     state.mounted = frozenset(
         path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
     )

@@ -24,6 +24,8 @@ class ServerOptions:
     :param root_path: the path below which a proxy shows this server (``"/mstar"``).
     :param max_body_bytes: largest request body; more is answered 413.
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
+    :param head_timeout_s: longest time that a request's head may take; then 408, or if nothing was sent, just the end.
+    :param body_timeout_s: longest pause in the middle of a request's body; then 408.
     :param max_messages: most messages of one chat.
     :param max_text_chars: most characters of all texts of one request.
     :param max_inputs: most texts of one request to ``/v1/completions`` or ``/v1/embeddings``.
@@ -82,6 +84,8 @@ class ServerOptions:
     root_path: str = ""
     max_body_bytes: int = 64 * MIB
     max_head_bytes: int = 64 * 1024
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 60.0
     max_messages: int = 4096
     max_text_chars: int = 4_000_000
     max_inputs: int = 2048
