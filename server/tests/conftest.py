@@ -204,6 +204,13 @@ class Hooks:
         self.plugins = Plugins(*plugins)
 
 
+class Application(httpx.ASGITransport):
+    """An application in this process; what its state holds ends with the client."""
+
+    async def aclose(self) -> None:
+        await self.app.state.mstar.close()
+
+
 class Kit:
     """What tests build servers with."""
 
@@ -212,7 +219,7 @@ class Kit:
     def client(self, *services: ScriptedService, hooks: Hooks | None = None, **options: Any) -> httpx.AsyncClient:
         """A client of an in-process application with *services*."""
         app = create_app({s.spec.key: s for s in services}, hooks or Hooks(), ServerOptions(**options))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+        return httpx.AsyncClient(transport=Application(app), base_url="http://server")
 
     @contextlib.asynccontextmanager
     async def server(self, *services: ScriptedService, **options: Any) -> AsyncIterator[str]:

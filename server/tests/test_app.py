@@ -179,7 +179,7 @@ class BrokenAdapter:
     def __init__(self, spec, options):
         pass
 
-    def tasks(self, body):
+    def tasks(self, body, media):
         return body["secret"]
 
 

@@ -312,7 +312,10 @@ async def test_every_choice_sees_the_image_in_its_place(kit, chat, bare):
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, "url_not_allowed"),
         ({"type": "image_url", "image_url": {"uri": "x"}}, "invalid_value"),
         ({"type": "image_url", "image_url": f"data:image/jpeg;base64,{picture('JPEG')[:400]}"}, "invalid_image"),
-        ({"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}, "invalid_audio"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "UklGRiYAAABXQVZFanVuaw=="}},
+            "invalid_audio",
+        ),
         ({"type": "input_audio", "input_audio": {"format": "wav"}}, "invalid_value"),
     ],
 )
@@ -410,8 +413,8 @@ async def test_a_silent_stream_is_kept_alive_with_empty_chunks(kit, chat):
 class Shouting(ChatAdapter):
     """What a family would register: it refuses nothing that the server's own takes, and adds a stop string."""
 
-    def tasks(self, body):
-        return [dataclasses.replace(task, stop=("!",)) for task in super().tasks(body)]
+    def tasks(self, body, media):
+        return [dataclasses.replace(task, stop=("!",)) for task in super().tasks(body, media)]
 
 
 class Family:

@@ -97,7 +97,9 @@ def mstar_openai(spec: ModelSpec) -> dict[str, str]:  # type: ignore[empty-body]
     """Adapters from an OpenAI route to a task: ``{ability: "module:Class"}`` for *spec*'s abilities.
 
     Called by the server, in the API process, once for each model that it serves. Return an empty dict for models that
-    are not yours; a family's adapter wins over the server's own for the same ability."""
+    are not yours; a family's adapter wins over the server's own for the same ability. An adapter is built with the spec
+    and the server's options and asked for ``tasks(body)``; where requests carry files, for ``tasks(body, media)``, with
+    the decoded files by their place."""
 
 
 @hookspec

@@ -24,8 +24,22 @@ class ServerOptions:
     :param max_choices: largest ``n`` of a chat request.
     :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
     :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
-    :param max_pixels: largest image, width × height, judged from the file's header.
-    :param max_audio_s: longest audio file in seconds, judged from the file's header.
+    :param max_file_bytes: largest media file, uploaded, in JSON or fetched; more is answered 413.
+    :param max_pixels: largest image or frame of a video, width × height, judged from the file's header.
+    :param max_video_pixels: most pixels of all frames of a video that are decoded. The default are 259 s of 1920x1080
+        at two frames a second; more is answered 400.
+    :param max_video_frames: most frames of a video that are decoded; of a longer one every n-th frame is taken.
+    :param max_video_s: longest video in seconds.
+    :param max_audio_s: longest audio in seconds, judged from the file's header and while it is decoded.
+    :param max_decoded_bytes: what all media of a request may decode to; more is answered 413.
+    :param allow_remote_media: fetch media that a request names by an http or https URL. Off: such a request gets 400.
+    :param media_hosts: the only hosts to fetch from (``"example.com"``, ``"*.example.com"`` for all below it); empty:
+        any on the public internet. Addresses that are not public are refused in any case.
+    :param fetch_timeout_s: longest fetch in seconds, with its redirects. :param max_fetch_redirects: most of them.
+    :param media_processes: most processes that decode media; 0: half of the cores, one to four.
+    :param media_timeout_s: longest decoding of one file in seconds; more is answered 422.
+    :param max_decoder_memory_bytes: most memory that a decoder may use beside its result (enforced on Linux).
+    :param max_media_waiting: files that may wait for a decoder; more is answered 429.
     :param max_socket_message_bytes: largest message on ``/generate/ws``; more is answered with an error event. A
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
@@ -49,8 +63,21 @@ class ServerOptions:
     max_choices: int = 128
     max_files: int = 64
     max_kwargs_bytes: int = MIB
+    max_file_bytes: int = 64 * MIB
     max_pixels: int = 50_000_000
+    max_video_pixels: int = 1 << 30
+    max_video_frames: int = 768
+    max_video_s: float = 7200.0
     max_audio_s: float = 7200.0
+    max_decoded_bytes: int = 4096 * MIB
+    allow_remote_media: bool = False
+    media_hosts: tuple[str, ...] = ()
+    fetch_timeout_s: float = 20.0
+    max_fetch_redirects: int = 5
+    media_processes: int = 0
+    media_timeout_s: float = 60.0
+    max_decoder_memory_bytes: int = 2048 * MIB
+    max_media_waiting: int = 256
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256

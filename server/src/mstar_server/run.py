@@ -67,7 +67,7 @@ async def serve_async(
         finally:
             server.should_exit = True
             await serving
-            app.state.mstar.close()
+            await app.state.mstar.close()
 
 
 def bind(options: ServerOptions) -> socket.socket:

@@ -10,6 +10,7 @@ from starlette.requests import HTTPConnection
 
 from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar_server.hooks import adapters
+from mstar_server.media.decoder import Media
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
@@ -39,6 +40,7 @@ class ServerState:
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
+    :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     """
 
     def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
@@ -46,13 +48,15 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
+        self.media = Media(options)
         self.responses = ResponseStore(
             options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of what is open, once no request runs."""
+        await self.media.close()
         self.responses.close()
 
     def tenant(self, request: HTTPConnection) -> str:

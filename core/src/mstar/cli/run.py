@@ -158,7 +158,7 @@ def _part(file: Path) -> Part:
     except OSError as error:
         raise SetupError(f"--file {file}: {error.strerror or error}") from None
     media_type = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-    decode, options = _of_server("media:decode_file"), _of_server("options:ServerOptions")
+    decode, options = _of_server("media.decoder:decode_file"), _of_server("options:ServerOptions")
     part: Part = decode(data, file.name, media_type, f"--file {file}", options())
     return part
 
@@ -226,9 +226,9 @@ def _encoded(delta: Delta) -> Iterable[tuple[str, str, bytes]]:
     from mstar.spec.processor import ArrayDelta, AudioDelta, FramesDelta
 
     if isinstance(delta, AudioDelta):
-        yield ".wav", "audio/wav", _of_server("encode:wav")(delta.samples, delta.rate)
+        yield ".wav", "audio/wav", _of_server("media.encode.audio:wav")(delta.samples, delta.rate)
     elif isinstance(delta, FramesDelta):
-        encode = _of_server("encode:png")
+        encode = _of_server("media.encode.images:png")
         yield from ((".png", "image/png", encode(frame)) for frame in delta.frames)
     elif isinstance(delta, ArrayDelta):
         import io

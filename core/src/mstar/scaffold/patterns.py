@@ -91,7 +91,7 @@ PATTERNS: dict[str, Pattern] = {
         help="sound is read, a predictor writes tokens along its frames (streaming speech recognition)",
         summary="A transducer for speech recognition.",
         about="an encoder that reads sound, and a predictor that writes text as it walks along its frames. The server "
-        "reads WAV, FLAC and Ogg where `pip install 'mstar-server[audio]'` was run.",
+        "reads WAV, FLAC, Ogg, MP3, M4A and more.",
         route="generate",
         body="-F model=KEY -F files=@speech.wav",
         todo=(

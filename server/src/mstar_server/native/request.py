@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
@@ -13,9 +13,13 @@ from starlette.datastructures import FormData, UploadFile
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
-from mstar.spec.tasks import File, GenerateTask, Part
+from mstar.spec.tasks import GenerateTask
 from mstar_server.errors import validation_fault
-from mstar_server.media import decode_base64, decode_file, split_data_url
+from mstar_server.media.decoder import MODALITIES, Item, Media
+from mstar_server.media.limits import Sampling
+from mstar_server.media.source import Source
+from mstar_server.media.uploads import upload_source
+from mstar_server.media.values import decode_base64, split_data_url
 from mstar_server.options import ServerOptions
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "is_name",
     "make_task",
     "unknown_field",
+    "with_files",
 ]
 
 
@@ -60,7 +65,7 @@ class GenerateBody(BaseModel):
 class Upload:
     """A file as it came. *param* is its name in errors."""
 
-    data: bytes
+    content: bytes | Source
     name: str
     media_type: str
     param: str
@@ -131,7 +136,8 @@ async def from_form(form: FormData, options: ServerOptions) -> NativeRequest:
             raise RequestError(f"{name!r} must be {want}", param=name)
         if isinstance(value, UploadFile):
             media_type = value.content_type or "application/octet-stream"
-            uploads.append(Upload(await value.read(), value.filename or "", media_type, f"files[{len(uploads)}]"))
+            param = f"files[{len(uploads)}]"
+            uploads.append(Upload(await upload_source(value, param), value.filename or "", media_type, param))
         else:
             fields.setdefault(name, []).append(value)
     modalities = [word.strip() for value in fields.get("output_modalities", ()) for word in value.split(",")]
@@ -207,10 +213,8 @@ def _checked(request: NativeRequest, options: ServerOptions) -> NativeRequest:
     return request
 
 
-def make_task(
-    request: NativeRequest, spec: ModelSpec, options: ServerOptions, live: Sequence[str] = ()
-) -> GenerateTask:
-    """The task for *spec*'s model. Decodes the files: call it in a thread when there are any."""
+def make_task(request: NativeRequest, spec: ModelSpec, live: Sequence[str] = ()) -> GenerateTask:
+    """The task for *spec*'s model, without its files: :func:`with_files` adds them when all else is right."""
     if request.stray is not None:
         raise _misplaced(request.stray, spec)
     for word in request.output_modalities:
@@ -224,7 +228,6 @@ def make_task(
         stop=request.stop,
         session=request.session,
         text=request.text,
-        parts=tuple(_part(upload, spec, options) for upload in request.uploads),
         live=tuple(live),
     )
 
@@ -241,11 +244,11 @@ def _misplaced(stray: RequestError, spec: ModelSpec) -> RequestError:
     return RequestError(message, param=name, code=stray.code)
 
 
-def _part(upload: Upload, spec: ModelSpec, options: ServerOptions) -> Part:
-    part = decode_file(upload.data, upload.name, upload.media_type, upload.param, options)
-    modality = type(part).__name__.lower()
-    if not isinstance(part, File) and modality not in spec.inputs:
-        takes = ", ".join(spec.inputs)
-        message = f"{upload.param!r}: the model {spec.key!r} does not take {modality}; it takes {takes}"
-        raise RequestError(message, param=upload.param, code="unsupported_modality")
-    return part
+async def with_files(task: GenerateTask, request: NativeRequest, spec: ModelSpec, media: Media) -> GenerateTask:
+    """*task* with the files of *request*, decoded. Raises :class:`RequestError` that names the file at fault."""
+    if not request.uploads:
+        return task
+    takes = tuple(kind for kind in MODALITIES if kind in spec.inputs)
+    sampling = Sampling(audio="audio" in takes)
+    items = [Item("any", u.content, u.param, takes, sampling, u.name, u.media_type) for u in request.uploads]
+    return replace(task, parts=tuple(await media.decode(items)))

@@ -24,7 +24,8 @@ from mstar.spec.processor import (
     TextDelta,
     ToolCallDelta,
 )
-from mstar_server.encode import base64_text, channels, pcm16, png, wav
+from mstar_server.media.encode.audio import channels, pcm16, wav
+from mstar_server.media.encode.images import base64_text, png
 from mstar_server.protocols import Answer
 
 __all__ = ["delta_object", "done_object", "is_heavy", "whole_object"]

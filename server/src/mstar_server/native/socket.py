@@ -18,7 +18,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import cancel
 from mstar_server.errors import as_request_error, error_object
-from mstar_server.native.request import make_task
+from mstar_server.native.request import make_task, with_files
 from mstar_server.native.response import delta_object, done_object, is_heavy
 from mstar_server.native.socket_messages import Follow, Opening, parse_follow, parse_message, parse_opening
 from mstar_server.protocols import Answer
@@ -127,9 +127,8 @@ class Socket:
         feeder: asyncio.Task[None] | None = None
         try:
             service = self.state.ready(opening.native.model, "generate")
-            task: GenerateTask = await asyncio.to_thread(
-                make_task, opening.native, service.spec, self.options, opening.live
-            )
+            task: GenerateTask = make_task(opening.native, service.spec, opening.live)
+            task = await with_files(task, opening.native, service.spec, self.state.media)
             # the engine's ids are unique in the server, the client's only on its socket
             answers.append(await service.generate(task, f"gen-{uuid.uuid4().hex}"))
             feeder = asyncio.create_task(self._feed(answers[0], opening, running))

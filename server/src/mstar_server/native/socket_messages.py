@@ -11,7 +11,7 @@ import numpy as np
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.tasks import Text
-from mstar_server.media import array_from
+from mstar_server.media.values import array_from
 from mstar_server.native.request import GenerateBody, NativeRequest, from_json, is_name, unknown_field
 from mstar_server.options import ServerOptions
 

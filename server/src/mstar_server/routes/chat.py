@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar.runtime.family import family_code
+from mstar_server.answers import unless_gone
+from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import ChatChunks, chat_completion
 from mstar_server.openai.text_answers import Head, respond, token_bytes_of
@@ -25,10 +26,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
-        if any(isinstance(message.content, list) for message in body.messages):
-            tasks = await asyncio.to_thread(adapter.tasks, body)  # parts may be media, which take time to decode
-        else:
-            tasks = adapter.tasks(body)
+        tasks = await unless_gone(request, chat_tasks(adapter, body, service.spec, state.media))
     head = Head.of(service, "chatcmpl")
     token_bytes = token_bytes_of(service.processor) if body.logprobs else None
     usage = bool(body.stream_options and body.stream_options.include_usage)

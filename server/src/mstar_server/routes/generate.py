@@ -18,7 +18,8 @@ from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import Merged, begin, cancel, start, unless_gone
 from mstar_server.errors import as_request_error, error_object
-from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task
+from mstar_server.media.uploads import open_form
+from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task, with_files
 from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service
@@ -52,10 +53,9 @@ async def generate(request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     native = await _read(request, state.options)
     service = state.ready(native.model, "generate")
+    task = make_task(native, service.spec)
     if native.uploads:
-        task = await asyncio.to_thread(make_task, native, service.spec, state.options)
-    else:
-        task = make_task(native, service.spec, state.options)
+        task = await unless_gone(request, with_files(task, native, service.spec, state.media))
     request_id = f"gen-{uuid.uuid4().hex}"
     if not native.streaming:
         return await unless_gone(request, _whole(service, task, request_id))
@@ -67,8 +67,7 @@ async def _read(request: Request, options: ServerOptions) -> NativeRequest:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
         part_size = max(4 * options.max_text_chars, options.max_kwargs_bytes + 1)
-        # one file more than allowed may pass: the request itself names the limit
-        async with request.form(max_files=options.max_files + 1, max_fields=1000, max_part_size=part_size) as form:
+        async with open_form(request, options, part_size) as form:
             return await from_form(form, options)
     if media_type != "application/json":
         message = f"send multipart/form-data or application/json, not {media_type or 'a body without Content-Type'!r}"

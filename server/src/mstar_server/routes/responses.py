@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +13,12 @@ from starlette.responses import Response
 
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
+from mstar.spec.model import ModelSpec
+from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin, unless_gone
 from mstar_server.errors import as_request_error
+from mstar_server.media.decoder import Media
+from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.responses.items import Event, Items
 from mstar_server.openai.responses.request import ResponseRequest, Translation, translate
 from mstar_server.openai.responses.store import ResponseStore, Stored
@@ -42,7 +45,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     translation = translate(body, history)
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a response's input", type(adapter).__module__):
-        tasks = await _tasks(adapter, translation)
+        tasks = await unless_gone(request, _tasks(adapter, translation, service.spec, state.media))
     token_bytes = token_bytes_of(service.processor) if translation.chat.logprobs else None
     turn = Turn(body, service.spec.key, Items(token_bytes), state.responses, tenant)
     try:
@@ -55,9 +58,9 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return EventStream(_stream(merged, turn, keepalive_s), "text/event-stream", merged.close)
 
 
-async def _tasks(adapter: Any, translation: Translation) -> Any:
+async def _tasks(adapter: Any, translation: Translation, spec: ModelSpec, media: Media) -> Sequence[Task]:
     try:
-        return await asyncio.to_thread(adapter.tasks, translation.chat)
+        return await chat_tasks(adapter, translation.chat, spec, media)
     except RequestError as error:
         raise translation.blame(error) from None
 

@@ -1,0 +1,57 @@
+"""What may be decoded, and what is said when it may not. Plain data: it travels to the decoders' processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from mstar_server.options import ServerOptions
+
+__all__ = ["DEFAULT_SAMPLING", "Kind", "MediaFault", "MediaLimits", "Sampling", "damaged"]
+
+Kind = Literal["image", "audio", "video", "any"]
+"""What a file is decoded as. ``any``: as what its first bytes say, of the kinds that the caller takes."""
+
+
+class MediaLimits(msgspec.Struct, frozen=True):
+    """The part of :class:`~mstar_server.options.ServerOptions` that a decoder enforces; the names are the same."""
+
+    max_pixels: int
+    max_video_pixels: int
+    max_video_frames: int
+    max_video_s: float
+    max_audio_s: float
+    max_decoded_bytes: int
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> MediaLimits:
+        return cls(**{name: getattr(options, name) for name in cls.__struct_fields__})
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """Which frames of a video are wanted: those shown at 0, 1/*fps*, 2/*fps*… seconds, at most *max_frames*.
+
+    A longer video is sampled more thinly, still evenly; one with fewer frames a second than *fps* keeps its own rate.
+    :param audio: decode the sound, too.
+    """
+
+    fps: float = 2.0
+    max_frames: int = 768
+    audio: bool = False
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+class MediaFault(Exception):
+    """A file that cannot be used. The message follows the name of the field: "the image is damaged: …"."""
+
+    def __init__(self, message: str, code: str, status: int = 400):
+        super().__init__(message)
+        self.message, self.code, self.status = message, code, status
+
+
+def damaged(kind: str, reason: object) -> MediaFault:
+    """The fault of a file that begins like a *kind* but cannot be decoded."""
+    return MediaFault(f"the {kind} is damaged: {str(reason)[:200] or type(reason).__name__}", f"invalid_{kind}")
