@@ -47,6 +47,11 @@ class ServerOptions:
     :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: memory.
     :param max_stored_responses: more than so many lose the oldest.
     :param stored_responses_days: how long they are kept.
+    :param max_speech_chars: longest text to be spoken, and longest instructions or transcript beside it.
+    :param state_dir: folder for what clients leave here, uploaded voices for now; ``None``: memory, until the server
+        ends.
+    :param max_voices: most voices that one client (one key) may upload.
+    :param max_voice_s: longest sample of a voice in seconds, uploaded or sent with a request.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
     :param drain_s: after SIGTERM, how long running requests may go on.
@@ -84,5 +89,9 @@ class ServerOptions:
     responses_file: Path | None = None
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0
+    max_speech_chars: int = 32_768
+    state_dir: Path | None = None
+    max_voices: int = 256
+    max_voice_s: float = 60.0
     keepalive_s: float = 10.0
     drain_s: float = 30.0

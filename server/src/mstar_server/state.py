@@ -14,6 +14,7 @@ from mstar_server.media.decoder import Media
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
+from mstar_server.voices import VoiceStore
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -39,6 +40,7 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
+    :ivar voices: those that clients uploaded.
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     """
@@ -52,6 +54,8 @@ class ServerState:
         self.responses = ResponseStore(
             options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
+        folder = None if options.state_dir is None else options.state_dir / "voices"
+        self.voices = VoiceStore(folder, options.max_voices)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from mstar.spec.model import ModelSpec
 from mstar_server.protocols import Service
 from mstar_server.state import ROUTES, ServerState
 
-__all__ = ["router"]
+__all__ = ["describe_model", "router"]
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -18,16 +18,17 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", summary="The models that this server has")
 async def list_models(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return {"object": "list", "data": [_describe(s, state) for s in state.services.values()]}
+    return {"object": "list", "data": [describe_model(s, state) for s in state.services.values()]}
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return _describe(state.find(model), state)
+    return describe_model(state.find(model), state)
 
 
-def _describe(service: Service, state: ServerState) -> dict[str, Any]:
+def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
+    """What listings say of a model."""
     spec = service.spec
     return {
         "id": spec.key,

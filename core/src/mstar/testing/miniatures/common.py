@@ -37,7 +37,18 @@ from mstar.spec.tasks import (
 )
 from mstar.testing.examples import Example
 
-__all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
+__all__ = [
+    "ALPHABET",
+    "VOCAB",
+    "Example",
+    "MiniKnobs",
+    "MiniProcessor",
+    "MiniRenderer",
+    "Miniature",
+    "decode",
+    "encode",
+    "text_of",
+]
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
 VOCAB = len(ALPHABET)
@@ -78,6 +89,7 @@ class Miniature:
     expected: Callable[[Example], Mapping[str, Any]]
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
+    inputs: tuple[str, ...] = ("text",)
     live: tuple[str, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
@@ -95,6 +107,7 @@ class Miniature:
             processor=self.prepare or "mstar.testing.miniatures.common:MiniProcessor",
             knobs=self.knobs,
             abilities=self.abilities,
+            inputs=self.inputs,
             outputs=tuple(sorted(set(self.streams.values()))),
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
             examples="mstar.testing.miniatures:draw",
@@ -204,8 +217,10 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 
 
 class MiniRenderer(Renderer):
-    def __init__(self, streams: Mapping[str, str]):
-        self.streams = streams
+    """:param loudness: what samples are multiplied by; routes that answer with sound clip it to -1…1."""
+
+    def __init__(self, streams: Mapping[str, str], loudness: float = 1.0):
+        self.streams, self.loudness = streams, loudness
 
     def feed(self, event: Emit) -> Iterable[Delta]:
         modality = self.streams[event.stream]
@@ -213,7 +228,8 @@ class MiniRenderer(Renderer):
             ids = tuple(event.data)
             yield TextDelta(decode(ids), ids, tuple(event.logprobs or ()), event.stream)
         elif modality == "audio":
-            yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
+            samples = np.asarray(event.data, dtype=np.float32).reshape(-1)
+            yield AudioDelta(samples * self.loudness, RATE, event.stream)
         elif modality == "image":
             for frame in np.asarray(event.data):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
