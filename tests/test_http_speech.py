@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from mstar.testing.miniatures.catalog import speech_answer
+from mstar.testing.miniatures.catalog import omni_speech, speech_answer
 
 from .serving import Server, serving
 
@@ -27,7 +27,9 @@ PIECES = ["One two.", "Three four five six", "seven. Eight nine ten,", "and elev
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("mini_tts", "mini_chat", extra_plugins=("mstar.testing.miniatures",), executor="inline") as running:
+    with serving(
+        "mini_tts", "mini_omni", "mini_chat", extra_plugins=("mstar.testing.miniatures",), executor="inline"
+    ) as running:
         yield running
 
 
@@ -244,7 +246,7 @@ def test_a_voice_that_was_uploaded_speaks(client: openai.OpenAI, server: Server)
     assert listed[-1]["models"] == ["mini_tts"]
     assert server.http.delete(f"/v1/audio/voices/{made.id}").json()["deleted"] is True
     assert ask(server, voice="Zoë").status_code == 400
-    assert [model["id"] for model in server.http.get("/v1/audio/models").json()["data"]] == ["mini_tts"]
+    assert [model["id"] for model in server.http.get("/v1/audio/models").json()["data"]] == ["mini_tts", "mini_omni"]
 
 
 def test_a_client_that_leaves_ends_its_pieces(server: Server) -> None:
@@ -262,3 +264,73 @@ def test_more_requests_than_fit_wait_or_are_told(server: Server) -> None:
     assert all(reply.status_code in (200, 429, 503) for reply in replies)
     assert all(reply.content == expected for reply in replies if reply.status_code == 200)
     assert sum(reply.status_code == 200 for reply in replies) >= 12
+
+
+# --- chats that are heard ---------------------------------------------------------------------------------------------
+
+
+def said(text: str, **audio: Any) -> dict[str, Any]:
+    return {
+        "model": "mini_omni",
+        "messages": [{"role": "user", "content": text}],
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "default", **audio},
+        "max_tokens": 9,
+    }
+
+
+def test_a_chat_answers_with_sound(client: openai.OpenAI) -> None:
+    text, sound = omni_speech("abc", 9, "ann")
+    reply = client.chat.completions.create(**said("abc", voice="ann", format="wav"))
+    message = reply.choices[0].message
+    assert message.content is None
+    assert message.audio is not None
+    assert message.audio.transcript == text
+    assert message.audio.expires_at == reply.created
+    with wave.open(io.BytesIO(base64.b64decode(message.audio.data))) as file:
+        assert file.readframes(file.getnframes()) == pcm(sound)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", ["wav", "pcm16", "mp3"])
+def test_a_streamed_chat_has_one_header_a_choice(client: openai.OpenAI, name: str, n: int) -> None:
+    """D12"""
+    text, sound = omni_speech("abc", 9)
+    data, words = dict.fromkeys(range(n), b""), dict.fromkeys(range(n), "")
+    ids, rates = set(), []
+    for chunk in client.chat.completions.create(**said("abc", format=name), n=n, stream=True):
+        for choice in chunk.choices:
+            heard = {} if choice.delta.audio is None else choice.delta.audio.to_dict()
+            data[choice.index] += base64.b64decode(heard.get("data", ""))
+            words[choice.index] += heard.get("transcript", "")
+            ids |= {heard["id"]} if "id" in heard else set()
+            rates += [heard["sample_rate"]] if "sample_rate" in heard else []
+    assert (set(words.values()), len(ids), rates) == ({text}, n, [8000] * n)
+    for file in data.values():
+        if name == "mp3":
+            assert decoded(file)[1] == 8000
+        else:
+            assert file.count(b"RIFF") == (name == "wav")
+            assert file[44 if name == "wav" else 0 :] == pcm(sound)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"modalities": ["text"]}, "audio"),
+        ({"modalities": ["text", "video"]}, "modalities"),
+        ({"audio": None}, "audio"),
+        ({"audio": {"voice": "ann"}}, "audio.format"),
+        ({"audio": {"voice": "ann", "format": "pcm"}}, "audio.format"),
+        ({"audio": {"voice": "nobody", "format": "wav"}}, "audio.voice"),
+        ({"audio": {"voice": "", "format": "wav"}}, "audio.voice"),
+        ({"model": "mini_chat"}, "modalities"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "audio_1"}}]}, "messages[0].content"),
+    ],
+)
+def test_wrong_chats_with_sound_name_the_field(server: Server, wrong: dict[str, Any], param: str) -> None:
+    reply = server.http.post("/v1/chat/completions", json={**said("abc", format="wav"), **wrong})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param, reply.text

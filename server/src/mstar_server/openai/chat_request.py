@@ -14,9 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
+from mstar_server.openai.speech_request import VoiceId
 from mstar_server.openai.text_request import TextRequest, Whole
 
-__all__ = ["ChatMessage", "ChatRequest", "ContentPart"]
+__all__ = ["ChatAudio", "ChatMessage", "ChatRequest", "ContentPart"]
 
 
 class _Body(BaseModel):
@@ -38,8 +39,20 @@ class ContentPart(_Body):
     cache_control: Any = Field(None, description="Accepted and ignored.")
 
 
+class ChatAudio(_Body):
+    """How an answer shall sound."""
+
+    voice: str | VoiceId | None = Field(None, description="As on `/v1/audio/speech`, of the model's own voices.")
+    format: Literal["wav", "aac", "mp3", "flac", "opus", "pcm16"]
+
+    @property
+    def voice_name(self) -> str | None:
+        name = self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+        return None if name == "default" else name
+
+
 class ChatMessage(BaseModel):
-    """One turn. Fields that answers carry beside these (``annotations``, ``audio``…) are accepted when sent back."""
+    """One turn. Fields that answers carry beside these (``annotations``…) are accepted when sent back."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -49,6 +62,7 @@ class ChatMessage(BaseModel):
     refusal: str | None = None
     reasoning_content: str | None = Field(None, description="What an assistant thought, as the answer said it.")
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    audio: dict[str, Any] | None = Field(None, description="Ignored: no sound is kept; `content` has the transcript.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
@@ -68,7 +82,7 @@ class ChatRequest(TextRequest):
     function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    audio: dict[str, Any] | None = None
+    audio: ChatAudio | None = Field(None, description="For answers with sound: `modalities` has `audio`.")
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="For models that have a knob of this name.")

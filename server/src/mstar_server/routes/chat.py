@@ -12,6 +12,8 @@ from mstar_server.answers import unless_gone
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import ChatChunks, chat_completion
+from mstar_server.openai.chat_voice import SOUND_FORMATS
+from mstar_server.openai.speakers import known_voice
 from mstar_server.openai.text_answers import Head, respond, token_bytes_of
 from mstar_server.state import ServerState
 
@@ -27,6 +29,10 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
         tasks = await unless_gone(request, chat_tasks(adapter, body, service.spec, state.media))
+    sound = None
+    if body.audio is not None:
+        sound = SOUND_FORMATS[body.audio.format]
+        await known_voice(body.audio.voice_name, service, "audio.voice")
     head = Head.of(service, "chatcmpl")
     token_bytes = token_bytes_of(service.processor) if body.logprobs else None
     usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -36,6 +42,6 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         tasks,
         head,
         samples=len(tasks),
-        whole=partial(chat_completion, token_bytes=token_bytes),
-        chunks=ChatChunks(head, usage, token_bytes) if body.stream else None,
+        whole=partial(chat_completion, token_bytes=token_bytes, sound=sound),
+        chunks=ChatChunks(head, usage, token_bytes, sound) if body.stream else None,
     )
