@@ -58,7 +58,7 @@ async def test_every_voice_has_the_same_shape(kit: Any, speaking: Any) -> None:
     assert [item["uploaded"] for item in listed["data"]] == [False, False, True]
     assert (one, mine) == (listed["data"][1], made)
     assert (made["language"], made["models"], made["type"]) == ("fr", ["tiny"], "audio_sample")
-    assert [item["name"] for item in none["data"]] == ["ann", "Bob"] or none["data"] == []
+    assert none["data"] == []
     assert wrong.status_code == 404
 
 

@@ -45,8 +45,11 @@ async def list_voices(
     request: Request, model: str | None = Query(None, description="Only those that this model can speak with.")
 ) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    services = _speaking(state) if model is None else [state.find(model)]
-    return {"object": "list", "data": await _items(state, services, state.tenant(request))}
+    items = await _items(state, state.tenant(request))
+    if model is not None:
+        key = state.find(model).spec.key
+        items = [item for item in items if key in item["models"]]
+    return {"object": "list", "data": items}
 
 
 @router.get("/v1/audio/voices/{voice_id}", summary="One voice")
@@ -144,7 +147,7 @@ async def _voices(service: Service) -> list[Voice]:
 
 async def _item(state: ServerState, name: str, tenant: str) -> dict[str, Any]:
     """The voice called *name*; raises 404."""
-    items = await _items(state, _speaking(state), tenant)
+    items = await _items(state, tenant)
     for key in ("id", "name"):
         for item in items:
             if item[key] == name and (key == "id" or item["uploaded"]):
@@ -153,17 +156,14 @@ async def _item(state: ServerState, name: str, tenant: str) -> dict[str, Any]:
     raise RequestError(f"there is no voice {name!r}{near}", param="voice_id", code="voice_not_found", status=404)
 
 
-async def _items(state: ServerState, services: Sequence[Service], tenant: str) -> list[dict[str, Any]]:
-    """All voices that *services* can speak with: each model's own in its order, then the uploaded ones."""
+async def _items(state: ServerState, tenant: str) -> list[dict[str, Any]]:
+    """All voices: each model's own in its order, then those that the client uploaded."""
     own: dict[Voice, list[str]] = {}
-    for service in services:
+    for service in _speaking(state):
         for voice in await _voices(service):
             own.setdefault(voice, []).append(service.spec.key)
     items = [_own(state, voice, models) for voice, models in own.items()]
-    cloning = {key for key in _cloning(state) if any(service.spec.key == key for service in services)}
-    if cloning or len(services) == len(_speaking(state)):
-        items += [_uploaded(state, voice) for voice in state.voices.list(tenant)]
-    return items
+    return items + [_uploaded(state, voice) for voice in state.voices.list(tenant)]
 
 
 def _cloning(state: ServerState) -> list[str]:
