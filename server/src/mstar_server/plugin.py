@@ -29,12 +29,17 @@ def mstar_api() -> Sequence[Any]:
         generate_ws,
         health,
         models,
+        requests,
         responses,
         speech,
+        tokens,
         voices,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, speech, voices, generate, generate_ws)
+    modules = (
+        health, models, chat, completions, responses, embeddings, speech, voices, tokens, generate, generate_ws,
+        requests,
+    )  # fmt: skip
     return [module.router for module in modules]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import AudioDelta, Delta
@@ -76,7 +77,11 @@ class Spoken:
                 return
         self._ended = True
 
-    async def push(self, stream: str, part: object, end: bool = False) -> None:
+    @property
+    def heard(self) -> Mapping[str, int]:
+        return {}
+
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
         raise RequestError("speech takes nothing while it runs", param=stream)
 
     def cancel(self, reason: str = "cancelled") -> None:

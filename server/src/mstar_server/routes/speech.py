@@ -11,13 +11,14 @@ from starlette.responses import Response
 
 from mstar.processing.sentences import sentences
 from mstar.runtime.family import family_code
+from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Processor
 from mstar.spec.tasks import SpeechTask
-from mstar_server.answers import Merged, unless_gone
+from mstar_server.answers import Merged
 from mstar_server.openai import speech_response
 from mstar_server.openai.speakers import speaker
 from mstar_server.openai.speech_request import Delivery, SpeechRequest, delivery
 from mstar_server.openai.text_answers import Head
-from mstar_server.protocols import Service
 from mstar_server.spoken import Spoken
 from mstar_server.state import ServerState
 
@@ -34,18 +35,19 @@ async def create_speech(body: SpeechRequest, request: Request) -> Response:
     adapter = state.adapter("speech", service)
     with family_code(f"{service.spec.key!r} could not read a request for speech", type(adapter).__module__):
         adapter.tasks(body, None)  # what is wrong with the rest is said before a clip is fetched and decoded
-        found = await unless_gone(request, speaker(body, service, state.media, state.voices, state.tenant(request)))
+        processor = await state.processor(service)
+        found = await speaker(body, service.spec, processor, state.media, state.voices, state.tenant(request))
         (task,) = adapter.tasks(body, found)
-    tasks = await asyncio.to_thread(_pieces, service, task, body.sentence_chunking)
+    tasks = await asyncio.to_thread(_pieces, service.spec, processor, task, body.sentence_chunking)
     spoken = Spoken(service, tasks, Head.of(service, "speech").id)
-    return await unless_gone(request, _respond(spoken, body.format, how, state.options.keepalive_s))
+    return await _respond(spoken, body.format, how, state.options.keepalive_s)
 
 
-def _pieces(service: Service, task: SpeechTask, chunking: bool | None) -> Sequence[SpeechTask]:
+def _pieces(spec: ModelSpec, processor: Processor, task: SpeechTask, chunking: bool | None) -> Sequence[SpeechTask]:
     if chunking is False:
         return [task]
-    with family_code(f"{service.spec.key!r} could not divide a text", service.spec.processor):
-        pieces = service.processor.pieces
+    with family_code(f"{spec.key!r} could not divide a text", spec.processor):
+        pieces = processor.pieces
         if not chunking:
             return pieces(task)
         language = getattr(task.knobs, "language", None)

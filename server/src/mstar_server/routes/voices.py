@@ -12,7 +12,6 @@ from starlette.datastructures import FormData, UploadFile
 from mstar.spec.errors import NotReady, RequestError, nearest
 from mstar.spec.processor import Voice
 from mstar.spec.tasks import Audio
-from mstar_server.answers import unless_gone
 from mstar_server.media.decoder import Item
 from mstar_server.media.uploads import open_form, upload_source
 from mstar_server.names import safe_name
@@ -72,7 +71,7 @@ async def delete_voice(voice_id: str, request: Request) -> dict[str, Any]:
 async def create_voice(request: Request) -> dict[str, Any]:
     """A form: `name`, `audio_sample` (a file), and perhaps `text` (what is said in it) and `language`."""
     state: ServerState = request.app.state.mstar
-    return await unless_gone(request, _create(request, state))
+    return await _create(request, state)
 
 
 async def _create(request: Request, state: ServerState) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def _speaking(state: ServerState) -> list[Service]:
 
 async def _voices(service: Service) -> list[Voice]:
     try:
-        return await asyncio.to_thread(model_voices, service)
+        return await asyncio.to_thread(model_voices, service.spec, service.processor)
     except NotReady:  # its processor knows them, once it is loaded
         return []
 

@@ -86,7 +86,7 @@ class VoiceProcessor(MiniProcessor):
         from mstar.testing.miniatures import miniature
 
         loudness = LOUDNESS if isinstance(task, SpeechTask | ChatTask) else 1.0
-        return MiniRenderer(miniature(self.context.spec.key).streams, loudness)
+        return MiniRenderer(miniature(self.context.spec.key).streams, task, prepared.state, loudness)
 
 
 class SpeechProcessor(VoiceProcessor):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from mstar.spec.processor import AudioDelta
-from mstar_server.media.encode.audio import AudioEncoder, audio_encoder, channels, encode_audio, encoded_rate
+from mstar.spec.sound import channels
+from mstar_server.media.encode.audio import AudioEncoder, audio_encoder, encode_audio, encoded_rate
 
 __all__ = ["Sound", "SoundStream", "heavy", "whole_sound"]
 
