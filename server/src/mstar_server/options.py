@@ -54,8 +54,8 @@ class ServerOptions:
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
     :param max_images: largest ``n`` of a request for pictures.
-    :param state_dir: where the server keeps what outlives it: stored responses and videos. ``None``: responses in
-        memory, videos in a temporary folder.
+    :param state_dir: where the server keeps what outlives it: stored responses, uploaded voices and videos. ``None``:
+        responses and voices in memory, videos in a temporary folder.
     :param max_videos: video jobs that are kept; more than so many lose the oldest.
     :param max_running_videos: of them, those that may be unfinished; more are answered 429.
     :param max_videos_bytes: what their files may take on disk; beyond it the oldest go.
@@ -64,6 +64,9 @@ class ServerOptions:
         *state_dir*, or memory.
     :param max_stored_responses: more than so many lose the oldest.
     :param stored_responses_days: how long they are kept.
+    :param max_speech_chars: longest text to be spoken, and longest instructions or transcript beside it.
+    :param max_voices: most voices that one client (one key) may upload.
+    :param max_voice_s: longest sample of a voice in seconds, uploaded or sent with a request.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
     :param log_stats: log a line for each request to a model, with where its time went.
@@ -119,6 +122,9 @@ class ServerOptions:
     responses_file: Path | None = None
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0
+    max_speech_chars: int = 32_768
+    max_voices: int = 256
+    max_voice_s: float = 60.0
     keepalive_s: float = 10.0
     log_stats: bool = False
     otel: str | None = None

@@ -18,6 +18,7 @@ _ADAPTERS = {
     "image": "mstar_server.openai.image_request:ImageAdapter",
     "image_edit": "mstar_server.openai.image_request:ImageAdapter",
     "video": "mstar_server.openai.video_request:VideoAdapter",
+    "speech": "mstar_server.openai.speech_request:SpeechAdapter",
 }
 
 
@@ -29,6 +30,8 @@ _ROUTES = (
     "completions",
     "responses",
     "embeddings",
+    "speech",
+    "voices",
     "images",
     "videos",
     "tokens",

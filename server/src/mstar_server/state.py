@@ -24,6 +24,7 @@ from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.videos.jobs import VideoJobs
 from mstar_server.videos.store import VideoStore
+from mstar_server.voices import VoiceStore
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -49,6 +50,7 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
+    :ivar voices: those that clients uploaded.
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     :ivar exchanges: the requests that go on. :ivar observer: what watches them.
@@ -76,6 +78,7 @@ class ServerState:
         self.responses = ResponseStore(
             responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
+        self.voices = VoiceStore(None if folder is None else folder / "voices", options.max_voices)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     async def close(self) -> None:

@@ -35,10 +35,10 @@ _PASSED_ON = (
     "key_requests_per_minute",
     "root_path",
     "drain_s",
+    "state_dir",
     "load_wait_s",
     "idle_unload_s",
     "max_loaded",
-    "state_dir",
     "log_stats",
     "otel",
 )
@@ -126,8 +126,8 @@ def _arguments(parser: Parser) -> None:
         "--state-dir",
         type=Path,
         metavar="DIR",
-        help="where stored responses and videos are kept, so that they outlive the server (default: memory and a "
-        "temporary folder)",
+        help="where stored responses, uploaded voices and videos are kept, so that they outlive the server (default: "
+        "memory and a temporary folder)",
     )
     parser.add_argument(
         "--log-format",

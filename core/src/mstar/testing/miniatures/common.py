@@ -49,6 +49,7 @@ __all__ = [
     "Example",
     "MiniKnobs",
     "MiniProcessor",
+    "MiniRenderer",
     "Miniature",
     "decode",
     "encode",
@@ -107,10 +108,10 @@ class Miniature:
     expected: Callable[[Example], Mapping[str, Any]]
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
+    inputs: tuple[str, ...] = ("text",)
     live: tuple[str, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
-    inputs: tuple[str, ...] = ("text",)
     told: tuple[str, ...] = ()
     canvas: Canvas | None = None
     deployment: Mapping[str, Any] = field(default_factory=dict)
@@ -255,11 +256,12 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 class MiniRenderer(Renderer):
     """*task*'s stop strings end the answer, whichever stream of text they are in.
 
-    :param hidden: tokens that end an answer and are not shown.
+    :param hidden: tokens that end an answer and are not shown. :param loudness: what samples are multiplied by; routes
+        that answer with sound clip it to -1…1.
     """
 
-    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int]):
-        self.streams, self.progress = streams, ProgressReport()
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int], loudness: float = 1.0):
+        self.streams, self.loudness, self.progress = streams, loudness, ProgressReport()
         self._texts = {
             stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
             for stream, modality in streams.items()
@@ -276,7 +278,8 @@ class MiniRenderer(Renderer):
             yield from text.feed(event)
             self.finished = text.finished
         elif modality == "audio":
-            yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
+            samples = np.asarray(event.data, dtype=np.float32).reshape(-1)
+            yield AudioDelta(samples * self.loudness, RATE, event.stream)
         elif modality == "image":
             for frame in np.asarray(event.data):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
