@@ -28,11 +28,12 @@ def mstar_api() -> Sequence[Any]:
         generate_ws,
         health,
         models,
+        requests,
         responses,
         tokens,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, tokens, generate, generate_ws)
+    modules = (health, models, chat, completions, responses, embeddings, tokens, generate, generate_ws, requests)
     return [module.router for module in modules]
 
 

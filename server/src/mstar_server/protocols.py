@@ -68,6 +68,10 @@ class Service(Protocol):
     @property
     def limits(self) -> Mapping[str, Any]: ...
 
+    @property
+    def open_requests(self) -> int:
+        """Requests that are being prepared, waiting or running."""
+
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...

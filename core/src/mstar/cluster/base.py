@@ -34,6 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.
     :param extra_plugins: names of modules to register beside the installed plugins.
     :param trace_plugins: print every hook call on standard error.
+    :param cache: folder for what a worker may keep for its next start; ``None``: it keeps nothing there.
     """
 
     key: str
@@ -44,6 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
     trace_plugins: bool = False
+    cache: str | None = None
 
 
 class Executor(abc.ABC):

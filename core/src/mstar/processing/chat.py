@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from mstar.processing.channels import Channels, ReasoningTags
+from mstar.processing.constraints import checked_grammar
 from mstar.processing.stops import StopStrings
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
 from mstar.processing.tool_calls import ToolFormat, tool_format_of
+from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.processor import Prepared, Processor, ProcessorContext
@@ -108,12 +110,15 @@ class TextProcessor(Processor):
             self.reasoning = self.reasoning or ReasoningTags.of(template.text)
             self.tool_format = self.tool_format or tool_format_of(template.text)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
+        self.grammars = GrammarCompiler(self.tokenizer.vocabulary, self.limits.vocab)
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         ids, param = self.prompt_ids(task)
         if not ids:
             raise RequestError(f"{param} is empty", param=param)
-        params = sampling_params(task, len(ids), param, self.limits, self.tokenizer.stop_ids)
+        stop_ids = self.tokenizer.stop_ids
+        grammar = checked_grammar(task, self.grammars, stop_ids)
+        params = sampling_params(task, len(ids), param, self.limits, stop_ids, grammar)
         request = EngineRequest(
             id=request_id,
             inputs={"prompt": np.array(ids, dtype=np.int64)},
@@ -283,9 +288,17 @@ def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def sampling_params(
-    task: Task, prompt_tokens: int, prompt_param: str, limits: Limits, stop_ids: Sequence[int]
+    task: Task,
+    prompt_tokens: int,
+    prompt_param: str,
+    limits: Limits,
+    stop_ids: Sequence[int],
+    grammar: str | None = None,
 ) -> SamplingParams:
-    """The engine's sampling parameters for *task*, or a ``RequestError`` that names the field at fault."""
+    """The engine's sampling parameters for *task*, or a ``RequestError`` that names the field at fault.
+
+    :param grammar: the task's constraint: see :func:`~mstar.processing.constraints.checked_grammar`.
+    """
     knobs = task.knobs
     if not isinstance(knobs, SamplingKnobs):
         raise TypeError(f"the knobs of a text model must derive from SamplingKnobs, not {type(knobs).__name__}")
@@ -312,7 +325,7 @@ def sampling_params(
         stop_token_ids=tuple(stop_ids),
         ignore_eos=knobs.ignore_eos,
         logprobs=task.logprobs,
-        grammar=_grammar(task),
+        grammar=grammar,
     )
 
 
@@ -331,11 +344,3 @@ def _checked_bias(bias: Mapping[int, float], vocab: int) -> dict[int, float]:
         if not math.isfinite(value) or abs(value) > 100:
             raise RequestError(f"logit_bias: -100 to 100 for token {token}, got {value}", param="logit_bias")
     return dict(bias)
-
-
-def _grammar(task: Task) -> str | None:
-    """The response format as canonical JSON, for the constraint backend; free text needs no constraint."""
-    form = task.response_format if isinstance(task, ChatTask) else None
-    if form is None or form.get("type") == "text":
-        return None
-    return json.dumps(form, sort_keys=True)

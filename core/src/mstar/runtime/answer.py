@@ -139,6 +139,11 @@ class Answer:
             self._deltas.clear()
         return deltas
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended
+
     async def first(self) -> None:
         """Wait until the engine has said anything about this request; no delta is lost.
 

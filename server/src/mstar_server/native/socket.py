@@ -8,6 +8,7 @@ The reader itself never waits for a model: while it did, pings of the client wou
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import GenerateTask
-from mstar_server.answers import cancel
+from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error
+from mstar_server.exchange import Exchange, current
 from mstar_server.native.frames import JSON, MSGPACK, Kind
 from mstar_server.native.request import make_task, with_files
 from mstar_server.native.response import done_object, error_event
@@ -150,7 +152,7 @@ class Socket:
 
     def _open(self, kind: Kind, request_id: str, opening: Opening) -> None:
         running = self._running[request_id] = _Running(kind, self.options.max_socket_appends)
-        running.task = asyncio.create_task(self._serve(request_id, running, opening))
+        running.task = asyncio.create_task(self._serve_in_exchange(request_id, running, opening))
 
     def _follow(self, running: _Running, follow: Follow) -> None:
         assert running.task is not None
@@ -163,6 +165,12 @@ class Socket:
         else:
             running.inbox.put_nowait(follow)
 
+    async def _serve_in_exchange(self, request_id: str, running: _Running, opening: Opening) -> None:
+        """Each request of the socket counts, takes its time and can be cancelled by itself."""
+        outer: Exchange | None = current()
+        with outer.child() if outer is not None else contextlib.nullcontext():
+            await self._serve(request_id, running, opening)
+
     async def _serve(self, request_id: str, running: _Running, opening: Opening) -> None:
         answers: list[Answer] = []
         feeder: asyncio.Task[None] | None = None
@@ -171,7 +179,7 @@ class Socket:
             task: GenerateTask = make_task(opening.native, service.spec, opening.live)
             task = await with_files(task, opening.native, service.spec, self.state.media)
             # the engine's ids are unique in the server, the client's only on its socket
-            answers.append(await service.generate(task, f"gen-{uuid.uuid4().hex}"))
+            answers += await start(service, [task], f"gen-{uuid.uuid4().hex}")
             feeder = asyncio.create_task(self._feed(answers[0], opening, running))
             await self._relay(request_id, running, answers[0], feeder)
         except asyncio.CancelledError:

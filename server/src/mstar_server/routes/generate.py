@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
-from mstar_server.answers import Merged, begin, cancel, start, unless_gone
+from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error
 from mstar_server.media.uploads import open_form
 from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task, with_files
@@ -55,11 +55,11 @@ async def generate(request: Request) -> Response:
     service = state.ready(native.model, "generate")
     task = make_task(native, service.spec)
     if native.uploads:
-        task = await unless_gone(request, with_files(task, native, service.spec, state.media))
+        task = await with_files(task, native, service.spec, state.media)
     request_id = f"gen-{uuid.uuid4().hex}"
     if not native.streaming:
-        return await unless_gone(request, _whole(service, task, request_id))
-    merged = await unless_gone(request, begin(service, [task], request_id, state.options.keepalive_s))
+        return await _whole(service, task, request_id)
+    merged = await begin(service, [task], request_id, state.options.keepalive_s)
     return EventStream(_lines(merged, state.options.keepalive_s), "application/x-ndjson", merged.close)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
-from mstar.spec.processor import Tokenizes
+from mstar.spec.processor import Processor, Tokenizes
 from mstar.spec.tasks import ChatTask, CompletionTask
+from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatMessage, ChatRequest
 from mstar_server.protocols import Service
 from mstar_server.state import ServerState
@@ -54,15 +55,17 @@ class DetokenizeBody(BaseModel):
 async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, None)
-    tokenizer = _tokenizer(service)
+    tokenizer = _tokenizer(service, await state.processor(service))
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either 'prompt' or 'messages'", param="prompt", code="invalid_value")
 
+    chat = None if body.messages is None else await _chat(body, service, state)
+
     def work() -> dict[str, Any]:
-        if body.messages is None:
+        if chat is None:
             ids = tokenizer.tokenize(_completion(body, service, state), body.add_special_tokens is not False)
         else:
-            ids = tokenizer.tokenize(_chat(body, service, state))
+            ids = tokenizer.tokenize(chat)
         told: dict[str, Any] = {"count": len(ids), "max_model_len": tokenizer.max_model_len, "tokens": ids}
         return {**told, "token_strs": tokenizer.token_strings(ids) if body.return_token_strs else None}
 
@@ -73,7 +76,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> dict[str, Any]:
 async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, None)
-    tokenizer = _tokenizer(service)
+    tokenizer = _tokenizer(service, await state.processor(service))
     limit = state.options.max_text_chars
     if len(body.tokens) > limit:
         message = f"{len(body.tokens)} tokens are more than the limit of {limit}"
@@ -81,8 +84,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
     return {"prompt": await _in_thread(service, lambda: tokenizer.detokenize(body.tokens))}
 
 
-def _tokenizer(service: Service) -> Tokenizes:
-    processor = service.processor
+def _tokenizer(service: Service, processor: Processor) -> Tokenizes:
     if not isinstance(processor, Tokenizes):
         message = f"the model {service.spec.key!r} has no tokenizer"
         raise RequestError(message, param="model", code="unsupported_route")
@@ -101,15 +103,17 @@ def _completion(body: TokenizeBody, service: Service, state: ServerState) -> Com
     return CompletionTask(knobs=service.spec.knobs(), prompt=body.prompt)
 
 
-def _chat(body: TokenizeBody, service: Service, state: ServerState) -> ChatTask:
+async def _chat(body: TokenizeBody, service: Service, state: ServerState) -> ChatTask:
     """The task that the chat route would make of the messages."""
     state.ready(body.model, "chat")
     if body.add_special_tokens:
         message = "'add_special_tokens' is for 'prompt': a chat's template writes its special tokens itself"
         raise RequestError(message, param="add_special_tokens")
     chat = ChatRequest(model=service.spec.key, messages=body.messages or [], tools=body.tools)
-    tasks: Sequence[ChatTask] = state.adapter("chat", service).tasks(chat)
-    return dataclasses.replace(tasks[0], add_generation_prompt=body.add_generation_prompt is not False)
+    adapter = state.adapter("chat", service)
+    with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
+        task, *_ = cast(list[ChatTask], await chat_tasks(adapter, chat, service.spec, state.media))
+    return dataclasses.replace(task, add_generation_prompt=body.add_generation_prompt is not False)
 
 
 async def _in_thread(service: Service, work: Callable[[], T]) -> T:
