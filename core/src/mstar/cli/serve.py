@@ -32,6 +32,7 @@ _PASSED_ON = (
     "port",
     "max_key_requests",
     "key_requests_per_minute",
+    "playground",
     "root_path",
     "drain_s",
     "load_wait_s",
@@ -117,6 +118,9 @@ def _arguments(parser: Parser) -> None:
         type=_root_path,
         metavar="PATH",
         help="the path below which a proxy shows the server, as in /mstar",
+    )
+    parser.add_argument(
+        "--no-playground", action="store_false", dest="playground", help="no page to try the models at /"
     )
     parser.add_argument(
         "--drain",

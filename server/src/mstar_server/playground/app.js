@@ -66,7 +66,7 @@ function route() {
   const views = VIEWS.filter((view) => view.shows(model));
   const view = views.find((known) => known.id === id) ?? views[0];
   chooser.value = model.id;
-  status.textContent = [model.state && model.state !== "ready" ? model.state : "", model.summary].filter(Boolean).join(" · ");
+  status.textContent = [model.state && model.state !== "loaded" ? model.state : "", model.summary].filter(Boolean).join(" · ");
   nav.replaceChildren(...views.map((known) => h("a", { href: hashOf(model, known), "aria-current": known === view ? "page" : null }, known.title)));
   nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   if (!view) {

@@ -34,10 +34,13 @@ export class Pcm16Reader {
   }
 }
 
+let shared; // browsers allow a page only a few contexts
+
 /** Plays pieces one after the other, without gaps as long as they come in time. */
 class Speaker {
   constructor() {
-    this.context = new AudioContext();
+    this.context = shared ??= new AudioContext();
+    this.context.resume(); // one that was made before anybody touched the page is asleep
     this.next = 0;
     this.sources = new Set();
   }
@@ -62,7 +65,6 @@ class Speaker {
 
   stop() {
     for (const source of this.sources) source.stop();
-    this.context.close();
   }
 }
 

@@ -6,9 +6,9 @@ const MARK = "\uE000"; // of private use: no text that JSON.stringify escapes
 
 const quoted = (text) => `'${String(text).replaceAll("'", "'\\''")}'`;
 
-/** *request*, as `send` takes it; with `streams` curl shows the answer as it comes. */
+/** *request*, as `send` takes it; with `streams` curl shows the answer as it comes, `savesTo` is a file for it. */
 export function curlOf(request) {
-  const lines = [`curl ${request.streams ? "-N " : ""}${quoted(address(request.path).href)}`];
+  const lines = [`curl ${request.streams ? "-N " : ""}${request.savesTo ? `-o ${request.savesTo} ` : ""}${quoted(address(request.path).href)}`];
   if (apiKey.get()) lines.push('-H "Authorization: Bearer $MSTAR_API_KEY"');
   for (const [name, value] of request.form ?? []) {
     // -F reads @file; --form-string takes a text as it is

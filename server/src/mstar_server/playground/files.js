@@ -18,7 +18,7 @@ export class FilePicker {
     this.most = most;
     this.onChange = onChange;
     this.attachments = [];
-    this.input = h("input", { type: "file", accept: accept || null, multiple: most > 1, class: "hidden", tabindex: -1, "aria-hidden": true,
+    this.input = h("input", { type: "file", accept: accept || null, multiple: most > 1, hidden: true,
       onchange: () => { this.add([...this.input.files]); this.input.value = ""; } });
     this.button = h("button.quiet", { type: "button", onclick: () => this.input.click() }, label);
     this.list = h("ul.chips", { "aria-label": "Attached files" });

@@ -45,8 +45,9 @@ class Knob {
       control = h("input", { type: "text", placeholder: `JSON; default: ${shown(preset)}`, autocomplete: "off", spellcheck: "false" });
       this.read = () => readJson(name, control.value.trim());
     }
-    const help = [schema.description, bounds(schema)].filter(Boolean).join(" ");
-    this.field = new Field(name, name, control, help);
+    this.field = new Field(name, name, control, schema.description ?? "");
+    const range = bounds(schema);
+    if (range) this.field.label.append(h("span.range", {}, range));
     this.preset = preset;
   }
 

@@ -165,7 +165,7 @@ class Arrays {
     const numbers = [rows ?? []].flat(Infinity).map(Number);
     this.most = Math.max(this.most, ...numbers.slice(0, SHOWN_NUMBERS).map(Math.abs));
     this.bars.replaceChildren(...numbers.slice(0, SHOWN_NUMBERS).map((value) => (
-      h("li", {}, h("meter", { min: 0, max: this.most, value: Math.abs(value), "aria-hidden": true }), h("output", {}, String(Math.round(value * 1e4) / 1e4))))));
+      h("li", {}, h("meter", { min: 0, max: this.most, value: Math.abs(value), "aria-hidden": "true" }), h("output", {}, String(Math.round(value * 1e4) / 1e4))))));
     if (numbers.length > SHOWN_NUMBERS) this.bars.append(h("li.help", {}, `… ${numbers.length - SHOWN_NUMBERS} more`));
   }
 }

@@ -85,6 +85,7 @@ export class Workspace {
     if (!(error instanceof ApiError) && error.param === undefined) console.error(error);
     if (error.status === 401) document.dispatchEvent(new CustomEvent("key-needed", { detail: error.message }));
     const field = this.fieldOf(error.param);
+    this.status.textContent = "";
     const wait = error.retryAfter ? ` (try again in ${error.retryAfter} s)` : "";
     if (field) {
       field.fail(error.message + wait);

@@ -1,4 +1,4 @@
-"""``/``: a page to try the models in a browser. Its files hold nothing secret; what it asks goes through the API's keys.
+"""``/``: a page to try the models in a browser. Its files hold no secret; what it asks wants a key.
 
 The files are read once, when the router is made: a request names one of them or gets 404, no path reaches the disk.
 """

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from mstar.spec.model import Ability
-from mstar.testing.miniatures.common import VOCAB, Example, Miniature, MiniKnobs, decode, encode
+from mstar.spec.model import Ability, LiveInput
+from mstar.testing.miniatures.common import RATE, VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
 
@@ -314,7 +314,7 @@ MINIATURES = (
         {"text": "text", "audio": "audio"},
         lambda rng: _appends(rng, "audio_in", (), 11),
         lambda e: duplex_answer(joined(e)),
-        live=("audio_in",),
+        feeds=(LiveInput("audio_in", "audio", rate=RATE, description="What the model hears."),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(
@@ -355,7 +355,7 @@ MINIATURES = (
         {"frames": "state"},
         lambda rng: _appends(rng, "controls", (CONTROLS,), 4),
         lambda e: {"frames": world_answer(joined(e))},
-        live=("controls",),
+        feeds=(LiveInput("controls", "state", (CONTROLS,), 10, ("forward", "right", "up")),),
         prepare=_PROCESSORS + "LiveProcessor",
         tolerance=1e-5,
     ),
@@ -366,7 +366,7 @@ MINIATURES = (
         {"actions": "action"},
         lambda rng: _appends(rng, "observations", (3,), 4),
         lambda e: {"actions": joined(e)[:, None, :] * np.arange(1, CHUNK + 1, dtype=np.float32)[None, :, None]},
-        live=("observations",),
+        feeds=(LiveInput("observations", "state", (3,)),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(

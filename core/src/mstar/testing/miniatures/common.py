@@ -15,7 +15,7 @@ from mstar.processing.text import TextRenderer
 from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
-from mstar.spec.model import Ability, Licence, ModelSpec
+from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec
 from mstar.spec.processor import (
     ArrayDelta,
     AudioDelta,
@@ -89,7 +89,7 @@ class MiniKnobs(SamplingKnobs):
 class Miniature:
     """A tiny model whose right answer can be computed in closed form.
 
-    :param streams: client stream → modality of what it carries. :param live: streams that the client feeds.
+    :param streams: client stream → modality of what it carries. :param feeds: streams that the client feeds.
     :param example: draws a request. :param expected: stream → the whole of what that stream must carry for an example:
         a string for text, else an array. :param tolerance: absolute, for arrays.
     """
@@ -102,10 +102,15 @@ class Miniature:
     expected: Callable[[Example], Mapping[str, Any]]
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
-    live: tuple[str, ...] = ()
+    feeds: tuple[LiveInput, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
     deployment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The names of :attr:`feeds`."""
+        return tuple(feed.name for feed in self.feeds)
 
     @property
     def spec(self) -> ModelSpec:
@@ -121,6 +126,7 @@ class Miniature:
             abilities=self.abilities,
             outputs=tuple(sorted(set(self.streams.values()))),
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
+            live=self.feeds,
             examples="mstar.testing.miniatures:draw",
         )
 

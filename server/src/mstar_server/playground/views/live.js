@@ -4,7 +4,7 @@ import { ApiError, encodeBase64, openSocket } from "../api.js";
 import { Microphone } from "../audio.js";
 import { h } from "../dom.js";
 import { Outputs } from "../outputs.js";
-import { livePython } from "../python.js";
+import { livePython, python } from "../python.js";
 import { Workspace } from "../workspace.js";
 import { Controls } from "./controls.js";
 
@@ -174,7 +174,7 @@ class Steering extends Input {
     this.controls.release();
   }
 
-  code() { return this.sent.map((values) => `call.push(${JSON.stringify(this.input.name)}, np.array([${JSON.stringify(values)}], np.float32))`); }
+  code() { return this.sent.map((values) => `call.push(${JSON.stringify(this.input.name)}, np.array(${python([values])}, np.float32))`); }
 }
 
 class Writing extends Input {

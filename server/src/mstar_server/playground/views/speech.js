@@ -2,7 +2,7 @@
 
 import { send } from "../api.js";
 import { Pcm16Reader, RecordButton, Sound } from "../audio.js";
-import { h, select } from "../dom.js";
+import { freshId, h } from "../dom.js";
 import { FilePicker } from "../files.js";
 import { Workspace } from "../workspace.js";
 
@@ -21,8 +21,10 @@ function create(model) {
   const text = h("textarea", { rows: 4 });
   text.value = "Hello! This is how I sound.";
   space.field("input", "Text", text);
-  const voice = select([["", "the model's default"]], "");
-  space.field("voice", "Voice", voice, "", "settings");
+  const known = h("datalist", { id: freshId("voices") });
+  const voice = h("input", { type: "text", list: known.id, placeholder: "the model's default", autocomplete: "off" });
+  const field = space.field("voice", "Voice", voice, "One of the list, or what the model understands beside it.", "settings");
+  field.element.append(known);
   const instructions = h("input", { type: "text", autocomplete: "off" });
   space.field("instructions", "How to speak", instructions, "For models that take such words.", "settings");
   if ("speed" in model.knobs) {
@@ -30,17 +32,17 @@ function create(model) {
     space.field("speed", "Speed", speed, "From 0.25 to 4.", "settings");
     space.speed = speed;
   }
-  listVoices(model, voice).catch((error) => space.fail(error));
+  listVoices(model, known).catch((error) => space.fail(error));
   const clones = model.modalities.input.includes("audio");
-  if (clones) space.settings.append(addVoice(space, model, voice));
+  if (clones) space.settings.append(addVoice(space, model, voice, known));
 
   space.submit = async () => {
     const json = { model: model.id, input: text.value, response_format: "pcm", ...space.knobs.values() };
     if (voice.value) json.voice = voice.value;
     if (instructions.value) json.instructions = instructions.value;
     if (space.speed?.value) json.speed = Number(space.speed.value);
-    const request = { path: "/v1/audio/speech", json, streams: true };
-    space.code.request({ ...request, json: { ...json, response_format: "wav", stream: false } });
+    const request = { path: "/v1/audio/speech", json, savesTo: "speech.pcm" };
+    space.code.request(request);
     const sound = new Sound({ name: "speech.wav" });
     space.output.replaceChildren(sound.element);
     try {
@@ -66,20 +68,16 @@ async function hear(response, sound) {
   }
 }
 
-async function listVoices(model, chooser) {
-  const listing = await (await send({ path: `/v1/audio/voices?model=${encodeURIComponent(model.id)}` })).json();
-  const voices = Array.isArray(listing) ? listing : listing.data ?? listing.voices ?? [];
-  const chosen = chooser.value;
-  chooser.replaceChildren(h("option", { value: "" }, "the model's default"), ...voices.map((voice) => {
-    const id = voice.id ?? voice;
-    const about = [voice.name && voice.name !== id ? voice.name : "", voice.language ?? "", voice.uploaded ? "uploaded" : ""].filter(Boolean).join(", ");
-    return h("option", { value: id }, about ? `${id} (${about})` : id);
+async function listVoices(model, known) {
+  const { data } = await (await send({ path: `/v1/audio/voices?model=${encodeURIComponent(model.id)}` })).json();
+  known.replaceChildren(...data.map((voice) => {
+    const about = [voice.name === voice.id ? "" : voice.name, voice.language, voice.uploaded ? "uploaded" : ""];
+    return h("option", { value: voice.id }, about.filter(Boolean).join(", "));
   }));
-  chooser.value = chosen;
 }
 
 /** A clip becomes a voice of this server. */
-function addVoice(space, model, chooser) {
+function addVoice(space, model, chooser, known) {
   const name = h("input", { type: "text", autocomplete: "off" });
   const transcript = h("input", { type: "text", autocomplete: "off" });
   const picker = new FilePicker({ accept: "audio/*", most: 1, label: "Choose a clip" });
@@ -93,7 +91,7 @@ function addVoice(space, model, chooser) {
       const form = [["name", name.value], ...picker.attachments.map((clip) => ["audio_sample", clip])];
       if (transcript.value) form.push(["ref_text", transcript.value]);
       const voice = await (await send({ path: "/v1/audio/voices", form })).json();
-      await listVoices(model, chooser);
+      await listVoices(model, known);
       chooser.value = voice.id;
       said.textContent = `${voice.name} can be chosen now.`;
     } catch (error) {
