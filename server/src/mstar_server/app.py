@@ -17,6 +17,7 @@ from mstar_server.observe.tracing import Tracing, open_tracing
 from mstar_server.openapi import ERRORS
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
+from mstar_server.routes import playground
 from mstar_server.state import ServerState
 
 __all__ = ["create_app"]
@@ -39,7 +40,7 @@ def create_app(
         tracing = open_tracing(options.otel)
     app = FastAPI(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options, tracing)
-    mounted = routers(registry)
+    mounted = [*routers(registry), *([playground.make_router()] if options.playground else [])]
     for router in mounted:
         app.include_router(router, dependencies=[Depends(check_json)], responses=ERRORS)
     state.mounted = frozenset(
@@ -50,7 +51,7 @@ def create_app(
     # of a browser has neither key nor body and is answered before any of them.
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)
     if options.api_key is not None or options.api_keys is not None:
-        app.add_middleware(KeyCheck, ring=KeyRing(options.api_key, options.api_keys))
+        app.add_middleware(KeyCheck, ring=KeyRing(options.api_key, options.api_keys), page=options.playground)
     app.add_middleware(ErrorMiddleware)
     app.add_middleware(ExchangeLife, book=state.exchanges, watcher=state.observer)
     if options.root_path:

@@ -21,6 +21,7 @@ class ServerOptions:
         answered 429.
     :param key_requests_per_minute: likewise, requests begun within a minute.
     :param cors: origins whose pages may use this server (``"*"``: all); none by default.
+    :param playground: whether there is a page to try the models, at ``/``.
     :param root_path: the path below which a proxy shows this server (``"/mstar"``).
     :param max_body_bytes: largest request body; more is answered 413.
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
@@ -84,6 +85,7 @@ class ServerOptions:
     max_key_requests: int | None = None
     key_requests_per_minute: int | None = None
     cors: tuple[str, ...] = ()
+    playground: bool = True
     root_path: str = ""
     max_body_bytes: int = 64 * MIB
     max_head_bytes: int = 64 * 1024

@@ -33,6 +33,7 @@ _PASSED_ON = (
     "port",
     "max_key_requests",
     "key_requests_per_minute",
+    "playground",
     "root_path",
     "drain_s",
     "state_dir",
@@ -142,6 +143,9 @@ def _arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--otel", type=_collector, metavar="URL", help="send traces to this OpenTelemetry collector (OTLP over HTTP)"
+    )
+    parser.add_argument(
+        "--no-playground", action="store_false", dest="playground", help="no page to try the models at /"
     )
     parser.add_argument(
         "--drain",

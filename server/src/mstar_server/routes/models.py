@@ -65,6 +65,7 @@ def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
         "abilities": list(spec.abilities),
         "routes": [ROUTES[a] for a in spec.abilities if ROUTES[a] in state.mounted],
         "modalities": {"input": list(spec.inputs), "output": list(spec.outputs)},
+        "live": [dataclasses.asdict(stream) for stream in spec.live],
         "licence": _licence(spec),
         "limits": dict(service.limits),
         "canvas": None if spec.canvas is None else dataclasses.asdict(spec.canvas),

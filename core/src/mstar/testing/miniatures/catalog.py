@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from mstar.spec.canvas import Canvas, Lengths, Sizes
-from mstar.spec.model import Ability
+from mstar.spec.model import Ability, LiveInput
 from mstar.spec.tasks import Image
-from mstar.testing.miniatures.common import FPS, VOCAB, Example, Miniature, MiniKnobs, decode, encode
+from mstar.testing.miniatures.common import FPS, RATE, VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
 
@@ -391,7 +391,7 @@ MINIATURES = (
         {"text": "text", "audio": "audio"},
         lambda rng: _appends(rng, "audio_in", (), 11),
         lambda e: duplex_answer(joined(e)),
-        live=("audio_in",),
+        feeds=(LiveInput("audio_in", "audio", rate=RATE, description="What the model hears."),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(
@@ -450,7 +450,7 @@ MINIATURES = (
         {"frames": "state"},
         lambda rng: _appends(rng, "controls", (CONTROLS,), 4),
         lambda e: {"frames": world_answer(joined(e))},
-        live=("controls",),
+        feeds=(LiveInput("controls", "state", (CONTROLS,), 10, ("forward", "right", "up")),),
         prepare=_PROCESSORS + "LiveProcessor",
         tolerance=1e-5,
     ),
@@ -461,7 +461,7 @@ MINIATURES = (
         {"actions": "action"},
         lambda rng: _appends(rng, "observations", (3,), 4),
         lambda e: {"actions": joined(e)[:, None, :] * np.arange(1, CHUNK + 1, dtype=np.float32)[None, :, None]},
-        live=("observations",),
+        feeds=(LiveInput("observations", "state", (3,)),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(

@@ -17,7 +17,7 @@ from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
-from mstar.spec.model import Ability, Licence, ModelSpec
+from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec
 from mstar.spec.processor import (
     ArrayDelta,
     AudioDelta,
@@ -94,7 +94,7 @@ class MiniKnobs(SamplingKnobs):
 class Miniature:
     """A tiny model whose right answer can be computed in closed form.
 
-    :param streams: client stream → modality of what it carries. :param live: streams that the client feeds.
+    :param streams: client stream → modality of what it carries. :param feeds: streams that the client feeds.
     :param example: draws a request. :param expected: stream → the whole of what that stream must carry for an example:
         a string for text, else an array. :param tolerance: absolute, for arrays. :param told: further modalities, heard
         only by those who ask.
@@ -109,12 +109,17 @@ class Miniature:
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
     inputs: tuple[str, ...] = ("text",)
-    live: tuple[str, ...] = ()
+    feeds: tuple[LiveInput, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
     told: tuple[str, ...] = ()
     canvas: Canvas | None = None
     deployment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The names of :attr:`feeds`."""
+        return tuple(feed.name for feed in self.feeds)
 
     @property
     def spec(self) -> ModelSpec:
@@ -132,6 +137,7 @@ class Miniature:
             outputs=tuple(sorted({*self.streams.values(), *self.told})),
             canvas=self.canvas,
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
+            live=self.feeds,
             examples="mstar.testing.miniatures:draw",
         )
 
