@@ -139,13 +139,18 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument(
         "--log-stats",
         action="store_true",
+        default=None,
         help="log a line for each request to a model, with where its time went",
     )
     parser.add_argument(
         "--otel", type=_collector, metavar="URL", help="send traces to this OpenTelemetry collector (OTLP over HTTP)"
     )
     parser.add_argument(
-        "--no-playground", action="store_false", dest="playground", help="no page to try the models at /"
+        "--no-playground",
+        action="store_false",
+        default=None,
+        dest="playground",
+        help="no page to try the models at /",
     )
     parser.add_argument(
         "--drain",

@@ -151,7 +151,7 @@ class SamplerResource(SlotResource):
             constraints = GrammarCompiler(context.vocabulary, spec.vocab).matcher
         self._constraints = constraints
         self._fused, self._fused_edit = ops.fused_sample(self._device), ops.fused_edit(self._device)
-        fixed = self._device.type != "cpu"
+        fixed = self._device.type == "cuda"
         if fixed:
             what = f"the token counts of {context.max_owners} contexts"
             check_budget(name, what, context.max_owners, 4 * spec.vocab, context, spare=1)
