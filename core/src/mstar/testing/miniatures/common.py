@@ -258,7 +258,7 @@ class MiniRenderer(Renderer):
     :param hidden: tokens that end an answer and are not shown.
     """
 
-    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int]):
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int] = ()):
         self.streams, self.progress = streams, ProgressReport()
         self._texts = {
             stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
