@@ -2,8 +2,9 @@
 
 The server is `mstar serve` with a miniature; clients send pictures of random sizes, one to four at once, some with a
 mask, in random formats, and ask for answers of random sizes and formats. Counted is the memory that the server, its
-worker and its decoders have for themselves (USS: pages that nobody shares). The first fifth of the edits warms up
-allocators and caches; after it the median of the last quarter may be no more than 5 % or 16 MB above that of the first.
+worker and its decoders have for themselves (USS: pages that nobody shares). The first half of the edits warms up
+allocators and caches; of the other the median of the last quarter may be no more than 5 % or 16 MB above that of the
+first.
 Ends with status 1 if it is, or if an edit was not answered. The figures go to ``benchmarks/results/edit_memory.json``,
 unless ``--quick`` is given.
 """
@@ -30,7 +31,7 @@ from PIL import Image
 
 MODEL = "mini_denoise"
 MIB = 1 << 20
-WARM_UP = 0.2
+WARM_UP = 0.5
 SLACK_SHARE, SLACK_BYTES = 0.05, 16 * MIB
 EVERY = 20
 
@@ -57,8 +58,8 @@ def side(rng: random.Random, most: int) -> int:
     return 2 * rng.randint(1, most // 2)
 
 
-def edit(client: httpx.Client, number: int) -> str:
-    """One edit, the same for the same *number*. Returns what is wrong with its answer, or ``""``."""
+def edit(client: httpx.Client, number: int, most: int) -> str:
+    """One edit, the same for the same *number*, of pictures with sides of up to *most*. Returns what is wrong with its answer, or ``""``."""
     rng = random.Random(number)
     data = {"model": MODEL, "prompt": "edit " + "x" * rng.randint(1, 20), "steps": str(rng.randint(1, 4))}
     data |= {"seed": str(rng.randrange(1000)), "output_format": rng.choice(["png", "webp", "jpeg"])}
@@ -66,7 +67,7 @@ def edit(client: httpx.Client, number: int) -> str:
         size = side(rng, 250), side(rng, 250)
         files = [("image", picture(rng, size)), ("mask", picture(rng, size, alpha=True))]
     else:
-        sizes = [(rng.randint(1, 1024), rng.randint(1, 1024)) for _ in range(rng.randint(1, 4))]
+        sizes = [(rng.randint(1, most), rng.randint(1, most)) for _ in range(rng.randint(1, 4))]
         files = [("image[]", picture(rng, size)) for size in sizes]
         data["size"] = f"{side(rng, 250)}x{side(rng, 250)}"
     parts = [(name, (f"{i}.bin", content)) for i, (name, content) in enumerate(files)]
@@ -85,13 +86,15 @@ def memory(process: psutil.Process) -> int:
     return total
 
 
-def measure(url: str, process: psutil.Process, edits: int, clients: int) -> tuple[list[int], list[str], float]:
+def measure(
+    url: str, process: psutil.Process, edits: int, clients: int, most: int
+) -> tuple[list[int], list[str], float]:
     """The memory after each :data:`EVERY` edits, what was wrong, and edits a second."""
     samples, wrong, done, lock = list[int](), list[str](), 0, threading.Lock()
 
     def one(number: int) -> None:
         nonlocal done
-        fault = edit(client, number)
+        fault = edit(client, number, most)
         with lock:
             done += 1
             wrong.extend([fault] if fault else [])
@@ -121,17 +124,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--edits", type=int, default=1000)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--side", type=int, default=1024, help="the longest side of the pictures that are sent")
     parser.add_argument("--quick", action="store_true", help="200 edits, and nothing is written")
     options = parser.parse_args(arguments)
     edits = 200 if options.quick else options.edits
     with RunningServer(contestant(), Path()) as server:
         server.wait_ready(120)
-        samples, wrong, rate = measure(server.url, psutil.Process(server.pid), edits, options.clients)
+        samples, wrong, rate = measure(server.url, psutil.Process(server.pid), edits, options.clients, options.side)
     row = {"edits": edits, "edits_per_s": rate, **judge(samples), "wrong": len(wrong)}
     table("edits of random sizes", [row], list(row))
     print(*wrong[:5], sep="\n")
     if not options.quick:
-        settings = {"edits": edits, "clients": options.clients, "model": MODEL}
+        settings = {"edits": edits, "clients": options.clients, "side": options.side, "model": MODEL}
         write_result("edit_memory", {**row, "uss_mb": [round(s / 1e6, 1) for s in samples]}, settings, environment())
     return 0 if row["flat"] and not wrong else 1
 
