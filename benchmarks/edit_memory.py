@@ -59,7 +59,7 @@ def side(rng: random.Random, most: int) -> int:
 
 
 def edit(client: httpx.Client, number: int, most: int) -> str:
-    """One edit, the same for the same *number*, of pictures with sides of up to *most*. Returns what is wrong with its answer, or ``""``."""
+    """One edit, the same for the same *number*, of sides of up to *most*. Returns what is wrong, or ``""``."""
     rng = random.Random(number)
     data = {"model": MODEL, "prompt": "edit " + "x" * rng.randint(1, 20), "steps": str(rng.randint(1, 4))}
     data |= {"seed": str(rng.randrange(1000)), "output_format": rng.choice(["png", "webp", "jpeg"])}
