@@ -12,7 +12,7 @@ from typing import Any, get_args
 from mstar.spec.canvas import Canvas
 from mstar.spec.errors import nearest
 from mstar.spec.knobs import Knobs
-from mstar.spec.model import Ability, Licence, ModelSpec, WeightsRef
+from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec, WeightsRef
 
 __all__ = ["shown", "spec_faults"]
 
@@ -38,6 +38,7 @@ def spec_faults(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield from (("canvas", fault) for fault in spec.canvas.faults())
     elif spec.canvas is not None:
         yield "canvas", f"must be a Canvas or None, not {shown(spec.canvas)}"
+    yield from _live(spec.live)
     yield from _licence(spec.licence)
     yield from _weights(spec.weights)
 
@@ -65,6 +66,20 @@ def _words(name: str, words: Any) -> Iterator[tuple[str, str]]:
         for word in words:
             if word not in get_args(Ability):
                 yield name, f"{word!r} is none{nearest(word, get_args(Ability))}"
+
+
+def _live(live: Any) -> Iterator[tuple[str, str]]:
+    if not (isinstance(live, tuple) and all(isinstance(item, LiveInput) for item in live)):
+        yield "live", f"must be a tuple of LiveInput, not {shown(live)}"
+        return
+    for index, item in enumerate(live):
+        prefix = f"live[{index}]."
+        yield from _texts(item, "name", "modality", prefix=prefix)
+        if not (isinstance(item.shape, tuple) and all(type(size) is int and size > 0 for size in item.shape)):
+            yield f"{prefix}shape", f"must be a tuple of sizes, not {shown(item.shape)}"
+        if item.rate is not None and not (type(item.rate) in (int, float) and 0 < item.rate < float("inf")):
+            yield f"{prefix}rate", f"must be items a second or None, not {shown(item.rate)}"
+        yield from _words(f"{prefix}labels", item.labels)
 
 
 def _licence(licence: Any) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from mstar.graph.run import RequestRun
 from mstar.spec.errors import RequestError
 from mstar.spec.request import Amount, Done, EngineRequest, Failed, Usage
 from mstar.worker.admission import Holding
+from mstar.worker.profile import RequestProfile
 
 __all__ = ["Live", "failure"]
 
@@ -25,6 +26,7 @@ class Live:
     started: float | None = None
     cached: int = 0
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
+    profile: RequestProfile | None = None  # for requests that ask for it
     siblings: list[Live] = field(default_factory=list)
 
     @property

@@ -5,9 +5,12 @@ The core never imports the server: it is looked up by name, and these checks are
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import json
 import pkgutil
+import wave
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -218,6 +221,28 @@ def _embedding(server: _Server, route: str, example: Example) -> None:
         fail(f"{server.spec.key!r}: POST {route} did not give two vectors of one size for two texts: {data}")
 
 
+def _speech(server: _Server, route: str, example: Example) -> None:
+    """A whole file says how long it is, and what is streamed is the same sound."""
+    key = server.spec.key
+    knobs = {name: value for name, value in example.knobs.items() if name in server.spec.knobs.model_fields}
+    body = {"model": key, "input": example.text if example.text.strip() else "a", **knobs}
+    file = server.post(route, {**body, "response_format": "wav"})
+    with wave.open(io.BytesIO(file.content)) as clip:
+        rate, whole = clip.getframerate(), clip.readframes(clip.getnframes())
+    if not whole or int(file.headers["x-sample-rate"]) != rate:
+        fail(f"{key!r}: POST {route} answered {len(whole)} bytes of sound at {rate} Hz, with headers {file.headers}")
+    streamed = server.post(route, {**body, "response_format": "pcm", "stream": True}).content
+    if streamed != whole:
+        fail(f"{key!r}: POST {route} gives {len(whole)} bytes of sound whole and {len(streamed)} others streamed")
+    events = server.post(route, {**body, "response_format": "pcm", "stream_format": "sse"}).text
+    lines = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: ")]
+    if lines[-1]["type"] != "speech.audio.done":
+        fail(f"{key!r}: the events of POST {route} end with {lines[-1]}")
+    if b"".join(base64.b64decode(line["audio"]) for line in lines[:-1]) != whole:
+        fail(f"{key!r}: the events of POST {route} carry another sound than the whole answer")
+    server.check_refused(route, {**body, "voice": "no such voice"}, "voice", "a voice that there is not")
+
+
 _BODIES = {"generate": _generate_body, "chat": _chat_body, "image": picture_body, "video": picture_body}
 _ROUND_TRIPS = {
     "generate": _generate,
@@ -227,6 +252,7 @@ _ROUND_TRIPS = {
     "image": http_pictures.image,
     "image_edit": http_pictures.edit,
     "video": http_pictures.video,
+    "speech": _speech,
 }
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from mstar.spec.canvas import Canvas, Lengths, Sizes
-from mstar.spec.model import Ability
+from mstar.spec.model import Ability, LiveInput
 from mstar.spec.tasks import Image
-from mstar.testing.miniatures.common import FPS, VOCAB, Example, Miniature, MiniKnobs, decode, encode
+from mstar.testing.miniatures.common import FPS, RATE, VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
 
@@ -28,6 +28,8 @@ CONTROLS = 3
 CHUNK = 4
 SOUND = 1000  # samples that go with each of them
 FLICKER = 16  # how much brighter each frame is than the last
+LOUDNESS = 1 / 512  # of speech and of chats with sound, so that no sample leaves -1…1
+PIECE = 24  # characters that the speaking miniature takes at once
 
 
 Size = tuple[int, int]  # width and height
@@ -88,6 +90,27 @@ def fir_answer(codes: list[int]) -> np.ndarray:
     padded = np.concatenate([np.zeros(len(TAPS) - 1), np.array(codes, dtype=np.float64)])
     filtered = sum(tap * padded[len(TAPS) - 1 - i : len(padded) - i] for i, tap in enumerate(TAPS))
     return np.repeat(np.asarray(filtered, dtype=np.float32), FRAME)
+
+
+def voice_ids(voice: str | None, sample: np.ndarray | None = None) -> list[int]:
+    """What stands before the text: the first letters of the voices that are blended, or a sample's length."""
+    if sample is not None:
+        return [len(sample) % VOCAB]
+    return [] if voice is None else [encode(name)[0] for name in voice.split("+")]
+
+
+def speech_answer(text: str, count: int = 16, voice: str | None = None, sample: np.ndarray | None = None) -> np.ndarray:
+    """The sound of *text* in one piece."""
+    codes = continue_sum([*voice_ids(voice, sample), *encode(text)], count)
+    sound: np.ndarray = fir_answer(codes) * np.float32(LOUDNESS)
+    return sound
+
+
+def omni_speech(text: str, count: int = 16, voice: str | None = None) -> tuple[str, np.ndarray]:
+    """What is said to a chat of one message, and its sound."""
+    tokens = continue_sum([*voice_ids(voice), *encode(text)], count)
+    sound: np.ndarray = fir_answer(talker_answer(tokens)) * np.float32(LOUDNESS)
+    return decode(tokens), sound
 
 
 def talker_answer(tokens: list[int]) -> list[int]:
@@ -347,6 +370,9 @@ MINIATURES = (
         {"audio": "audio"},
         _text_example,
         _speech,
+        abilities=("generate", "speech"),
+        inputs=("text", "audio"),
+        prepare=_PROCESSORS + "SpeechProcessor",
     ),
     Miniature(
         "mini_omni",
@@ -356,6 +382,7 @@ MINIATURES = (
         _text_example,
         _omni,
         abilities=("generate", "chat"),
+        prepare=_PROCESSORS + "VoiceProcessor",
     ),
     Miniature(
         "mini_duplex",
@@ -364,7 +391,7 @@ MINIATURES = (
         {"text": "text", "audio": "audio"},
         lambda rng: _appends(rng, "audio_in", (), 11),
         lambda e: duplex_answer(joined(e)),
-        live=("audio_in",),
+        feeds=(LiveInput("audio_in", "audio", rate=RATE, description="What the model hears."),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(
@@ -423,7 +450,7 @@ MINIATURES = (
         {"frames": "state"},
         lambda rng: _appends(rng, "controls", (CONTROLS,), 4),
         lambda e: {"frames": world_answer(joined(e))},
-        live=("controls",),
+        feeds=(LiveInput("controls", "state", (CONTROLS,), 10, ("forward", "right", "up")),),
         prepare=_PROCESSORS + "LiveProcessor",
         tolerance=1e-5,
     ),
@@ -434,7 +461,7 @@ MINIATURES = (
         {"actions": "action"},
         lambda rng: _appends(rng, "observations", (3,), 4),
         lambda e: {"actions": joined(e)[:, None, :] * np.arange(1, CHUNK + 1, dtype=np.float32)[None, :, None]},
-        live=("observations",),
+        feeds=(LiveInput("observations", "state", (3,)),),
         prepare=_PROCESSORS + "LiveProcessor",
     ),
     Miniature(

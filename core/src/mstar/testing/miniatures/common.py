@@ -17,7 +17,7 @@ from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
-from mstar.spec.model import Ability, Licence, ModelSpec
+from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec
 from mstar.spec.processor import (
     ArrayDelta,
     AudioDelta,
@@ -49,6 +49,7 @@ __all__ = [
     "Example",
     "MiniKnobs",
     "MiniProcessor",
+    "MiniRenderer",
     "Miniature",
     "decode",
     "encode",
@@ -93,7 +94,7 @@ class MiniKnobs(SamplingKnobs):
 class Miniature:
     """A tiny model whose right answer can be computed in closed form.
 
-    :param streams: client stream → modality of what it carries. :param live: streams that the client feeds.
+    :param streams: client stream → modality of what it carries. :param feeds: streams that the client feeds.
     :param example: draws a request. :param expected: stream → the whole of what that stream must carry for an example:
         a string for text, else an array. :param tolerance: absolute, for arrays. :param told: further modalities, heard
         only by those who ask.
@@ -107,13 +108,18 @@ class Miniature:
     expected: Callable[[Example], Mapping[str, Any]]
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
-    live: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ("text",)
+    feeds: tuple[LiveInput, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
-    inputs: tuple[str, ...] = ("text",)
     told: tuple[str, ...] = ()
     canvas: Canvas | None = None
     deployment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The names of :attr:`feeds`."""
+        return tuple(feed.name for feed in self.feeds)
 
     @property
     def spec(self) -> ModelSpec:
@@ -131,6 +137,7 @@ class Miniature:
             outputs=tuple(sorted({*self.streams.values(), *self.told})),
             canvas=self.canvas,
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
+            live=self.feeds,
             examples="mstar.testing.miniatures:draw",
         )
 
@@ -255,11 +262,12 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 class MiniRenderer(Renderer):
     """*task*'s stop strings end the answer, whichever stream of text they are in.
 
-    :param hidden: tokens that end an answer and are not shown.
+    :param hidden: tokens that end an answer and are not shown. :param loudness: what samples are multiplied by; routes
+        that answer with sound clip it to -1…1.
     """
 
-    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int] = ()):
-        self.streams, self.progress = streams, ProgressReport()
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int] = (), loudness: float = 1.0):
+        self.streams, self.loudness, self.progress = streams, loudness, ProgressReport()
         self._texts = {
             stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
             for stream, modality in streams.items()
@@ -276,7 +284,8 @@ class MiniRenderer(Renderer):
             yield from text.feed(event)
             self.finished = text.finished
         elif modality == "audio":
-            yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
+            samples = np.asarray(event.data, dtype=np.float32).reshape(-1)
+            yield AudioDelta(samples * self.loudness, RATE, event.stream)
         elif modality == "image":
             for frame in np.asarray(event.data):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
