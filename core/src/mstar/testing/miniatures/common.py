@@ -266,7 +266,7 @@ class MiniRenderer(Renderer):
         that answer with sound clip it to -1…1.
     """
 
-    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int], loudness: float = 1.0):
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int] = (), loudness: float = 1.0):
         self.streams, self.loudness, self.progress = streams, loudness, ProgressReport()
         self._texts = {
             stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
