@@ -63,7 +63,7 @@ def serve_mstar(listener: socket.socket, profile: str | None) -> None:
         service, registry = service_of()
         await serve_async({MODEL: service}, registry, ServerOptions(drain_s=1), listener)
 
-    watch = cProfile.Profile() if profile else None
+    watch = cProfile.Profile(time.thread_time) if profile else None
     if watch:
         watch.enable()
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:

@@ -41,7 +41,9 @@ def test_a_traceback_is_one_field() -> None:
 
 
 def test_a_line_in_words_begins_with_its_request() -> None:
-    assert TextFormatter("50%").format(record("hello", request_id="r%d")).endswith(
-        "WARNING worker 50%: mstar.x: [r%d] hello"
+    assert (
+        TextFormatter("50%")
+        .format(record("hello", request_id="r%d"))
+        .endswith("WARNING worker 50%: mstar.x: [r%d] hello")
     )
     assert TextFormatter().format(record("hello")).endswith("WARNING mstar.x: hello")
