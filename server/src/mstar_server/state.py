@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -21,6 +22,9 @@ from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
+from mstar_server.videos.jobs import VideoJobs
+from mstar_server.videos.store import VideoStore
+from mstar_server.voices import VoiceStore
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -46,6 +50,7 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
+    :ivar voices: those that clients uploaded.
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     :ivar exchanges: the requests that go on. :ivar observer: what watches them.
@@ -67,16 +72,35 @@ class ServerState:
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self.media = Media(options)
+        folder = options.state_dir
+        self._videos = None if folder is None else self._open_videos(folder / "videos")
+        responses_file = options.responses_file or (None if folder is None else folder / "responses.sqlite")
         self.responses = ResponseStore(
-            options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
+            responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
+        self.voices = VoiceStore(None if folder is None else folder / "voices", options.max_voices)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     async def close(self) -> None:
         """Let go of what is open, once no request runs."""
+        if self._videos is not None:
+            await self._videos.close()
         await self.media.close()
         self.responses.close()
         await asyncio.to_thread(self.observer.close)
+
+    @property
+    def videos(self) -> VideoJobs:
+        """The video jobs: those that run and those that are kept. A temporary folder is made when it is needed."""
+        if self._videos is None:
+            self._videos = self._open_videos(None)
+        return self._videos
+
+    def _open_videos(self, folder: Path | None) -> VideoJobs:
+        options = self.options
+        age_s = options.videos_days * 86400.0
+        store = VideoStore(folder, options.max_videos, options.max_videos_bytes, age_s)
+        return VideoJobs(store, options.max_running_videos)
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""

@@ -33,8 +33,10 @@ _PASSED_ON = (
     "port",
     "max_key_requests",
     "key_requests_per_minute",
+    "playground",
     "root_path",
     "drain_s",
+    "state_dir",
     "load_wait_s",
     "idle_unload_s",
     "max_loaded",
@@ -122,6 +124,13 @@ def _arguments(parser: Parser) -> None:
         help="the path below which a proxy shows the server, as in /mstar",
     )
     parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="where stored responses, uploaded voices and videos are kept, so that they outlive the server (default: "
+        "memory and a temporary folder)",
+    )
+    parser.add_argument(
         "--log-format",
         type=one_of(*LOG_FORMATS),
         metavar="text|json",
@@ -134,6 +143,9 @@ def _arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--otel", type=_collector, metavar="URL", help="send traces to this OpenTelemetry collector (OTLP over HTTP)"
+    )
+    parser.add_argument(
+        "--no-playground", action="store_false", dest="playground", help="no page to try the models at /"
     )
     parser.add_argument(
         "--drain",

@@ -217,6 +217,8 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
+        if self.spec.canvas is not None:
+            self.spec.canvas.check(task)
         with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
             prepared = self.processor.prepare(task, request_id)
             request = prepared.request
