@@ -1,8 +1,8 @@
-"""What the HTTP path costs for each event and each request: beside the same path without HTTP, and beside a bare server.
+"""What the HTTP path costs for each event and each request: beside the same path without HTTP, and a bare server.
 
-A worker without a model gives a token a step to each request, in a process of its own as always; all the rest is what a
-chat passes: processor, transport, renderer, adapter, chunks, uvicorn. Three contenders take turns, several rounds in one
-run, with the same number of streams and tokens:
+A worker without a model gives a token a step to each request, in a process of its own as always; all the rest is what
+a chat passes: processor, transport, renderer, adapter, chunks, uvicorn. Three contenders take turns, several rounds in
+one run, with the same number of streams and tokens:
 
 - *mstar*: ``/v1/chat/completions``, streamed;
 - *offline*: the same service and worker, read in the process that has it;
@@ -63,7 +63,7 @@ def serve_mstar(listener: socket.socket, profile: str | None) -> None:
         service, registry = service_of()
         await serve_async({MODEL: service}, registry, ServerOptions(drain_s=1), listener)
 
-    watch = cProfile.Profile() if profile else None
+    watch = cProfile.Profile(time.thread_time) if profile else None
     if watch:
         watch.enable()
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:

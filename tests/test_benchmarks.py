@@ -235,3 +235,13 @@ def test_a_command_that_is_not_there(chat: ModuleType, servers: ModuleType) -> N
     missing = servers.Contestant("x", lambda w, p: ["no-such-command"], "/", {}, str, "needed: x")
     row = chat.measure(missing, 1, plan(chat), lambda *words: None)
     assert row["failed"] == "ServerError: no-such-command cannot be started (No such file or directory); needed: x"
+
+
+@pytest.mark.timeout(180)
+def test_the_http_path_loses_no_stream() -> None:
+    words = [sys.executable, str(FOLDER / "http_cost.py"), "--quick", "--streams", "8", "--tokens", "1"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
+    lost = {row[1]: row[4] for row in rows if row[1] in ("mstar", "bare", "offline")}
+    assert lost == {"mstar": "0", "bare": "0", "offline": "0"}

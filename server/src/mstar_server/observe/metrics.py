@@ -53,6 +53,7 @@ class Metrics:
             for name, metric in CATALOG.items()
             if metric.source == "server" and name not in _COLLECTED
         }
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # labels are few (see the catalog)
         self.gaps = {model: Bins(CATALOG["mstar_inter_output_seconds"].buckets) for model in models}
         self._scrape = _Scrape(self.gaps)
         self._registry.register(self._scrape)
@@ -69,9 +70,12 @@ class Metrics:
         """Let a gauge rise or fall."""
         self._labelled(name, labels).inc(by)
 
-    def _labelled(self, name: str, labels: Sequence[str]) -> Any:
-        instrument = self._instruments[name]
-        return instrument.labels(*labels) if labels else instrument
+    def _labelled(self, name: str, labels: tuple[str, ...]) -> Any:
+        child = self._children.get((name, labels))
+        if child is None:
+            instrument = self._instruments[name]
+            child = self._children[name, labels] = instrument.labels(*labels) if labels else instrument
+        return child
 
     def render(
         self, phases: Mapping[str, str], statuses: Mapping[str, Mapping[str, Any]], accept: str = ""
