@@ -26,11 +26,19 @@ from mstar.registry import Registry
 from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
 from mstar.spec.fields import describe_fields
 from mstar.spec.model import ModelSpec
+from mstar_server.observe.catalog import CATALOG, REASONS
 from mstar_server.openapi import ERRORS
 from mstar_server.plugin import mstar_api
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/hooks.md", "docs/knobs.md", "docs/deployment.md", "docs/http/README.md", "README.md")
+PAGES = (
+    "docs/hooks.md",
+    "docs/knobs.md",
+    "docs/deployment.md",
+    "docs/observability.md",
+    "docs/http/README.md",
+    "README.md",
+)
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -171,6 +179,20 @@ def settings_table() -> str:
     return table(("variable", "meaning"), [(f"`{name}`", markdown(meaning)) for name, meaning in variables()])
 
 
+def metrics() -> str:
+    """Every metric of ``/metrics``."""
+    rows = [
+        (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "none", m.source, markdown(m.meaning))
+        for m in CATALOG.values()
+    ]
+    reasons = ", ".join(f"`{reason}`" for reason in REASONS)
+    return (
+        f"{table(('name', 'kind', 'labels', 'source', 'meaning'), rows)}\n\n"
+        f"Values of `reason`: {reasons}. `other` is a model's own word; `left`: nobody read to the end; "
+        "`refused`: a 4xx; `timeout`: a 504; `failed`: any other 5xx."
+    )
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
@@ -187,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "knobs": knobs,
     "deployment": deployment,
     "settings": settings_table,
+    "metrics": metrics,
     "routes": routes,
     "statuses": statuses,
 }
