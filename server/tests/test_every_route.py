@@ -1,12 +1,34 @@
 """Rules that hold on every route, whoever wrote it: the routes are taken from the router."""
 
+import io
+import wave
+
 import pytest
+from PIL import Image
 
 from mstar_server.app import create_app
 from mstar_server.state import ROUTES
 
-FILE = {"file": ("a.wav", b"RIFF", "audio/wav")}
-IMAGE = {"image": ("a.png", b"\x89PNG", "image/png")}
+
+def sound():
+    """A tenth of a second of silence."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as wav:
+        wav.setnchannels(1)
+        wav.setsampwidth(2)
+        wav.setframerate(8000)
+        wav.writeframes(bytes(1600))
+    return file.getvalue()
+
+
+def picture():
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "PNG")
+    return file.getvalue()
+
+
+FILE = {"file": ("a.wav", sound(), "audio/wav")}
+IMAGE = {"image": ("a.png", picture(), "image/png")}
 
 ASKS = {
     "chat": {"json": {"messages": [{"role": "user", "content": "hi"}]}},
