@@ -88,6 +88,10 @@ class ScriptedAnswer:
         self.reason = reason
         self.cancelled.set()
 
+    def close(self) -> None:
+        if self.finish_reason is None:
+            self.cancel()
+
     async def push(self, stream: str, part: Any, end: bool = False) -> range:
         await self._pushes.put((stream, part, end))
         first = self._sent.get(stream, 0)
@@ -140,6 +144,7 @@ class ScriptedService:
     def __init__(self, script: Sequence[Any] = (), **spec: Any):
         self.spec, self.processor = make_spec(**spec), Tokens()
         self.phase, self.limits = Phase(name="ready"), {"context": 64}
+        self.watcher: Any = None
         self.script: Sequence[Any] | Callable[[int], Sequence[Any]] = script
         self.refuse: Exception | None = None
         self.start_error: Exception | None = None

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from mstar.spec.knobs import Knobs
-from mstar.spec.model import Licence, ModelSpec, WeightsRef
+from mstar.spec.model import Licence, LiveInput, ModelSpec, WeightsRef
 from mstar.spec.model_check import spec_faults
 
 SOUND = ModelSpec(
     key="owl", family="owl", summary="An owl – small.", weights=(WeightsRef("hub", "owls/owl", "v1"),),
     licence=Licence("Apache-2.0"), model="owls:Model", processor="owls:Processor", knobs=Knobs,
+    live=(LiveInput("ears", "audio", rate=16000),),
 )  # fmt: skip
 
 
@@ -42,6 +43,14 @@ def test_a_sound_spec() -> None:
         ("inputs", ["text"], "must be a tuple of words"),
         ("outputs", ("",), "must be a tuple of words"),
         ("deployment", None, "must be a mapping or 'package:file.yaml'"),
+        ("live", ("audio",), "must be a tuple of LiveInput, not tuple ('audio',)"),
+        ("live[0].name", "", "must be a text"),
+        ("live[0].modality", None, "must be a text"),
+        ("live[0].shape", [3], "must be a tuple of sizes"),
+        ("live[0].shape", (0,), "must be a tuple of sizes"),
+        ("live[0].rate", 0, "must be items a second or None"),
+        ("live[0].rate", float("nan"), "must be items a second or None"),
+        ("live[0].labels", "abc", "must be a tuple of words"),
         ("size", "1 GB", "must be a number of bytes or None"),
         ("size", True, "must be a number of bytes or None"),
         ("licence", "MIT", "must be a Licence, not str 'MIT'"),
@@ -59,6 +68,8 @@ def test_a_wrong_field_is_named(field: str, value: Any, said: str) -> None:
     whole, _, part = field.partition(".")
     if whole == "licence" and part:
         spec = dataclasses.replace(SOUND, licence=dataclasses.replace(SOUND.licence, **{part: value}))
+    elif whole == "live[0]":
+        spec = dataclasses.replace(SOUND, live=(dataclasses.replace(SOUND.live[0], **{part: value}),))
     elif part:
         spec = dataclasses.replace(SOUND, weights=(dataclasses.replace(SOUND.weights[0], **{part: value}),))
     else:

@@ -66,13 +66,17 @@ def _state_of(path: Path | None) -> tuple[int, int, int] | None:
 
 class KeyCheck:
     """Wants a key on everything but ``/health`` and below: ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``; a
-    websocket may send it as query ``api_key`` or as a subprotocol."""
+    websocket may send it as query ``api_key`` or as a subprotocol.
 
-    def __init__(self, app: ASGIApp, ring: KeyRing):
-        self.app, self.ring = app, ring
+    :param page: the files of the playground are open too. They are the same on every server; what the page asks is not.
+    """
+
+    def __init__(self, app: ASGIApp, ring: KeyRing, page: bool = False):
+        self.app, self.ring, self.page = app, ring, page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or _is_health(get_route_path(scope)):
+        path = get_route_path(scope)
+        if scope["type"] == "lifespan" or _is_health(path) or (self.page and _is_page(path)):
             await self.app(scope, receive, send)
             return
         key = self.ring.find(_secret(scope))
@@ -141,8 +145,13 @@ def _is_health(path: str) -> bool:
     return path == "/health" or path.startswith("/health/")
 
 
+def _is_page(path: str) -> bool:
+    return path in ("/", "/playground") or path.startswith("/playground/")
+
+
 class BodyLimit:
-    """Answers 413 to a larger body: from its declared length, else while it arrives."""
+    """Answers 413 to a larger body: from its declared length, else while it arrives; and 415 to a compressed one, whose
+    size nobody knows."""
 
     def __init__(self, app: ASGIApp, limit: int):
         self.app, self.limit = app, limit
@@ -150,6 +159,12 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+        if coding not in ("identity", ""):
+            message = f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is"
+            error = RequestError(message, code="unsupported_content_encoding", status=415)
+            await error_response(error, {"Accept-Encoding": "identity", "Connection": "close"})(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self.limit:

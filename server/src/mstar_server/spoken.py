@@ -94,6 +94,11 @@ class Spoken:
             self._ahead = None
         cancel(self._answers)
 
+    def close(self) -> None:
+        self.cancel()
+        for answer in self._answers:
+            answer.close()
+
     def _begin_next(self, number: int) -> None:
         if self._ahead is None and len(self._answers) == number + 1 < len(self._tasks):
             self._ahead = asyncio.ensure_future(self._start(number + 1))

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +18,7 @@ from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer, request_error
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
+from mstar.runtime.watch import Watched, Watcher
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec, check_wanted
@@ -45,11 +46,13 @@ class Service:
     :param config: for the worker. :param executor_name: an executor registered through ``mstar_executors``; default:
         the deployment's.
     :ivar limits: what the operator set, for listings.
+    :ivar watcher: told of every request from now on; ``None``: nobody is.
     """
 
     def __init__(self, spec: ModelSpec, config: WorkerConfig, registry: Registry, executor_name: str | None = None):
         deployment = config.deployment
         self.spec, self.config = spec, config
+        self.watcher: Watcher | None = None
         self.limits: Mapping[str, Any] = {
             "max_concurrent_requests": deployment.max_concurrent_requests,
             "max_queue": deployment.scheduler.max_queue,
@@ -66,6 +69,7 @@ class Service:
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
         self._open: set[str] = set()  # ids of requests that are being prepared or running
         self._limits: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # of requests that have a time limit
+        self._watched: dict[str, Watched] = {}  # until the worker is done with them
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -95,13 +99,14 @@ class Service:
         return len(self._open)
 
     async def start(self) -> None:
-        """Load processor and worker side by side; returns when both are ready. Raises :class:`SetupError`."""
+        """Load processor and worker, side by side if the worker is another process; returns when both are ready.
+
+        :raises SetupError: one of them cannot be loaded.
+        """
         loop = asyncio.get_running_loop()
         self._acks = Acks(self._executor, loop)
-        tasks = [
-            loop.create_task(self._executor.start()),
-            loop.create_task(self._in_thread(self._load_processor)),
-        ]
+        steps = [self._in_thread(self._load_processor), self._executor.start()]
+        tasks = [loop.create_task(step) for step in ([_in_turn(steps)] if self._executor.in_process else steps)]
         try:
             await asyncio.gather(*tasks)
         except BaseException as error:
@@ -162,6 +167,16 @@ class Service:
         """
         check_wanted(self.spec, task.want)
         request_id = request_id or uuid.uuid4().hex
+        if self.watcher is None:
+            return await self._generate(task, request_id, sibling_of, None)
+        watched = Watched(self.watcher.begin(self.spec, task, request_id))
+        try:
+            return await self._generate(task, request_id, sibling_of, watched)
+        except BaseException as error:
+            watched.refused(error)
+            raise
+
+    async def _generate(self, task: Task, request_id: str, sibling_of: str | None, watched: Watched | None) -> Answer:
         self._check_open(request_id)
         self._open.add(request_id)
         self._idle.clear()
@@ -173,7 +188,12 @@ class Service:
                 prepared.request.timeout = deadline - time.monotonic()
                 if prepared.request.timeout <= 0:
                     raise request_error(self._timed_out(request_id))
-            answer = Answer(self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push)
+            if watched is not None:
+                watched.watch.prepared(prepared.request)
+                self._watched[request_id] = watched
+            answer = Answer(
+                self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push, watched
+            )
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
         except BaseException:
@@ -197,6 +217,8 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
+        if self.spec.canvas is not None:
+            self.spec.canvas.check(task)
         with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
             prepared = self.processor.prepare(task, request_id)
             request = prepared.request
@@ -255,10 +277,13 @@ class Service:
             if answer is not None:
                 answer.deliver(event)
             if isinstance(event, _ENDS):
+                if (watched := self._watched.get(event.id)) is not None:
+                    watched.worker_ended(event)
                 self._forget(event.id)
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)
+        self._watched.pop(request_id, None)
         if (limit := self._limits.pop(request_id, None)) is not None:
             limit[1].cancel()
         if not self._open:
@@ -266,6 +291,18 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+
+
+async def _in_turn(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Not side by side: both import large libraries, and in CPython 3.11 two threads that build syntax trees at a time
+    (as torch's and numba's compilers do) may fail with "AST constructor recursion depth mismatch"."""
+    rest = list(steps)
+    try:
+        while rest:
+            await rest.pop(0)
+    finally:
+        for step in rest:
+            step.close()
 
 
 def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:

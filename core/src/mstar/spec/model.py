@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 
-__all__ = ["Ability", "Licence", "ModelSpec", "WeightsRef", "check_wanted"]
+__all__ = ["Ability", "Licence", "LiveInput", "ModelSpec", "WeightsRef", "check_wanted"]
 
 Ability = Literal[
     "chat", "completion", "embedding", "speech", "transcription", "translation", "image", "image_edit", "video",
@@ -45,6 +46,24 @@ class WeightsRef:
 
 
 @dataclass(frozen=True)
+class LiveInput:
+    """A stream that clients may feed during a request, described for whoever writes one: listings and the playground.
+
+    :param name: the graph's stream from the client. :param modality: what it carries (``audio``, ``text``, ``state``,
+        ``action``…). :param shape: of one item; empty for single numbers, as samples are. :param rate: items a second:
+        of sound its sampling rate, of controls what the model expects; ``None``: as fast as the client likes.
+    :param labels: names of an item's numbers (``("forward", "turn")``).
+    """
+
+    name: str
+    modality: str
+    shape: tuple[int, ...] = ()
+    rate: float | None = None
+    labels: tuple[str, ...] = ()
+    description: str = ""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One key that ``mstar serve KEY`` understands.
 
@@ -55,6 +74,7 @@ class ModelSpec:
         processor find an instance of it in ``context.options``, checked, with defaults. Models of
         :class:`~mstar.processing.chat.TextProcessor` have :class:`~mstar.spec.knobs.TextOptions`.
     :param inputs: modalities that a request may bring. :param outputs: those that it may ask for.
+    :param live: what a request may be fed with while it runs.
     :param abilities: OpenAI surfaces (and ``generate``) that the processor can prepare.
     :param deployment: defaults of the deployment file, as a mapping (or ``"package:file.yaml"``).
     :param size: weights' size in bytes as published, for listings.
@@ -62,6 +82,8 @@ class ModelSpec:
         into an empty folder: ``function(folder: Path) -> None``, without network. Tests serve it.
     :param examples: ``"module:function"`` that draws a sample request for tests:
         ``function(key: str, rng: random.Random) -> mstar.testing.Example``. Default: short texts.
+    :param canvas: the sizes, lengths and references of a model of pictures or videos. What does not fit is refused
+        before the processor sees it; ``None``: the processor judges.
     """
 
     key: str
@@ -80,6 +102,8 @@ class ModelSpec:
     options: type[Knobs] = Knobs
     tiny: str | None = None
     examples: str | None = None
+    canvas: Canvas | None = None
+    live: tuple[LiveInput, ...] = ()
 
 
 def check_wanted(spec: ModelSpec, wanted: Iterable[str], param: str = "want") -> None:

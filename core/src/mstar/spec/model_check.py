@@ -9,9 +9,10 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import nearest
 from mstar.spec.knobs import Knobs
-from mstar.spec.model import Ability, Licence, ModelSpec, WeightsRef
+from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec, WeightsRef
 
 __all__ = ["shown", "spec_faults"]
 
@@ -33,6 +34,11 @@ def spec_faults(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "deployment", f"must be a mapping or 'package:file.yaml', not {shown(spec.deployment)}"
     if spec.size is not None and (type(spec.size) is not int or spec.size < 0):
         yield "size", f"must be a number of bytes or None, not {shown(spec.size)}"
+    if isinstance(spec.canvas, Canvas):
+        yield from (("canvas", fault) for fault in spec.canvas.faults())
+    elif spec.canvas is not None:
+        yield "canvas", f"must be a Canvas or None, not {shown(spec.canvas)}"
+    yield from _live(spec.live)
     yield from _licence(spec.licence)
     yield from _weights(spec.weights)
 
@@ -60,6 +66,20 @@ def _words(name: str, words: Any) -> Iterator[tuple[str, str]]:
         for word in words:
             if word not in get_args(Ability):
                 yield name, f"{word!r} is none{nearest(word, get_args(Ability))}"
+
+
+def _live(live: Any) -> Iterator[tuple[str, str]]:
+    if not (isinstance(live, tuple) and all(isinstance(item, LiveInput) for item in live)):
+        yield "live", f"must be a tuple of LiveInput, not {shown(live)}"
+        return
+    for index, item in enumerate(live):
+        prefix = f"live[{index}]."
+        yield from _texts(item, "name", "modality", prefix=prefix)
+        if not (isinstance(item.shape, tuple) and all(type(size) is int and size > 0 for size in item.shape)):
+            yield f"{prefix}shape", f"must be a tuple of sizes, not {shown(item.shape)}"
+        if item.rate is not None and not (type(item.rate) in (int, float) and 0 < item.rate < float("inf")):
+            yield f"{prefix}rate", f"must be items a second or None, not {shown(item.rate)}"
+        yield from _words(f"{prefix}labels", item.labels)
 
 
 def _licence(licence: Any) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,17 @@ from mstar_server.protocols import Answer, Service
 from mstar_server.sse import DONE, EventStream, data_event
 from mstar_server.state import ServerState
 
-__all__ = ["Chunks", "Head", "collect", "finish_reason", "respond", "stream", "token_bytes_of", "usage_object"]
+__all__ = [
+    "Chunks",
+    "Head",
+    "check_room",
+    "collect",
+    "finish_reason",
+    "respond",
+    "stream",
+    "token_bytes_of",
+    "usage_object",
+]
 
 _FINISH = {"stop": "stop", "length": "length", "done": "stop", "end_of_input": "stop"}
 
@@ -92,14 +102,14 @@ async def respond(
         many tasks.
     """
     state: ServerState = request.app.state.mstar
-    _check_room(service, len(tasks), samples_param)
+    check_room(service, len(tasks), samples_param)
     if chunks is None:
         return await _whole(service, tasks, head, samples, whole)
     merged = await begin(service, tasks, head.id, state.options.keepalive_s, samples)
     return EventStream(stream(merged, chunks, state.options.keepalive_s), "text/event-stream", merged.close)
 
 
-def _check_room(service: Service, answers: int, param: str) -> None:
+def check_room(service: Service, answers: int, param: str) -> None:
     """More answers than the model can ever hold at once would be "too busy" for ever."""
     limits = service.limits
     most = limits.get("max_concurrent_requests", answers) + limits.get("max_queue", 0)

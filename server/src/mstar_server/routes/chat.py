@@ -14,6 +14,7 @@ from mstar_server.openai.chat_response import ChatChunks, chat_completion
 from mstar_server.openai.chat_voice import SOUND_FORMATS
 from mstar_server.openai.speakers import known_voice
 from mstar_server.openai.text_answers import Head, respond, token_bytes_of
+from mstar_server.openapi import answers
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -21,7 +22,13 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", tags=["OpenAI"], summary="Answer a chat", response_model=None)
+@router.post(
+    "/v1/chat/completions",
+    tags=["OpenAI"],
+    summary="Answer a chat",
+    response_model=None,
+    responses=answers("A chat completion, or its chunks", "application/json", "text/event-stream"),
+)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")

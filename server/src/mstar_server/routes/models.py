@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -64,8 +65,10 @@ def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
         "abilities": list(spec.abilities),
         "routes": [ROUTES[a] for a in spec.abilities if ROUTES[a] in state.mounted],
         "modalities": {"input": list(spec.inputs), "output": list(spec.outputs)},
+        "live": [dataclasses.asdict(stream) for stream in spec.live],
         "licence": _licence(spec),
         "limits": dict(service.limits),
+        "canvas": None if spec.canvas is None else dataclasses.asdict(spec.canvas),
         "knobs": spec.knobs.model_json_schema().get("properties", {}),
     }
 

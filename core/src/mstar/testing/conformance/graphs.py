@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +18,10 @@ from mstar.registry import load_object
 from mstar.runtime.deployment_files import packaged_deployment
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
-from mstar.spec.errors import GraphError, SetupError
-from mstar.spec.graph import Entry, NodeSpec, Port
+from mstar.spec.errors import GraphError, SetupError, nearest
+from mstar.spec.graph import CLIENT, Entry, Graph, NodeSpec, Port
 from mstar.spec.knobs import read_options
+from mstar.spec.model import LiveInput
 from mstar.testing.conformance.subject import Subject, fail
 
 __all__ = ["GraphChecks"]
@@ -53,6 +54,8 @@ class GraphChecks:
             check_graph(spec.key, graph, resources)
         except GraphError as error:
             fail(str(error))
+        for fault in _live_faults(spec.live, graph):
+            fail(f"{spec.key!r}: {fault}")
         if model.graph() != graph or dict(model.resources()) != dict(resources):
             fail(f"{spec.model}: graph() and resources() must return the same each time they are called")
 
@@ -76,6 +79,20 @@ class GraphChecks:
         if watch.faults:
             fail(
                 f"{mstar_model.spec.key!r}: nodes break their ports' promises:\n  " + "\n  ".join(sorted(watch.faults))
+            )
+
+
+def _live_faults(live: Sequence[LiveInput], graph: Graph) -> Iterator[str]:
+    """Where the spec's streams from the client are not the graph's."""
+    streams = {stream.name: stream for stream in graph.streams_from(CLIENT)}
+    for item in live:
+        stream = streams.get(item.name)
+        if stream is None:
+            yield f"spec.live: the graph has no stream {item.name!r} from the client{nearest(item.name, streams)}"
+        elif (item.modality, item.shape) != (stream.modality, stream.port.shape):
+            yield (
+                f"spec.live: {item.name!r} is {item.modality} of shape {item.shape}, the graph's stream "
+                f"{stream.modality} of shape {stream.port.shape}"
             )
 
 

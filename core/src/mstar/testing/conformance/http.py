@@ -24,6 +24,8 @@ from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
+from mstar.testing.conformance import http_pictures
+from mstar.testing.conformance.http_pictures import picture_body
 from mstar.testing.conformance.knob_values import bad_values
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.conformance.uploads import chat_content, files, unsendable
@@ -63,9 +65,9 @@ class HttpChecks:
         if reason := unsendable(example.parts):
             pytest.skip(f"{spec.key!r}: {reason}")
         with _serving(mstar_model) as server:
-            asked = [ability for ability in ("generate", "chat") if ability in spec.abilities]
+            asked = [ability for ability in _WRONG if ability in spec.abilities]
             if not asked:
-                pytest.skip(f"{spec.key!r} is served neither on /generate nor on /v1/chat/completions")
+                pytest.skip(f"{spec.key!r} is served on none of {', '.join(server.routes[a] for a in _WRONG)}")
             for ability in asked:
                 _refusals(server, ability, example)
             if server.status()["steps"]:
@@ -75,7 +77,7 @@ class HttpChecks:
 def _refusals(server: _Server, ability: str, example: Example) -> None:
     """Send what must be refused on *ability*'s route."""
     route, spec = server.routes[ability], server.spec
-    body = _generate_body(spec, example) if ability == "generate" else _chat_body(spec, example)
+    body = _BODIES[ability](spec, example)
     for name, value, why in (*bad_values(spec.knobs), ("no_such_knob", 1, "unknown")):
         knobs = {"model_kwargs": {**body["model_kwargs"], name: value}} if ability == "generate" else {name: value}
         server.check_refused(route, {**body, **knobs}, name, f"{name}={json.dumps(value)[:60]}, which is {why}")
@@ -87,6 +89,8 @@ def _refusals(server: _Server, ability: str, example: Example) -> None:
 _WRONG: Mapping[str, Sequence[tuple[str, Any]]] = {
     "generate": (("text", 7), ("model_kwargs", "x"), ("output_modalities", [1]), ("files", [7]), ("nonsense", 1)),
     "chat": (("messages", []), ("messages", "x"), ("messages", [{"role": "nobody", "content": "x"}]), ("nonsense", 1)),
+    "image": (("prompt", ""), ("size", "0x0"), ("size", "big"), ("n", 0), ("output_format", "x"), ("nonsense", 1)),
+    "video": (("prompt", ""), ("size", "0x0"), ("size", "big"), ("seconds", 0), ("seconds", "x"), ("nonsense", 1)),
 }
 
 
@@ -150,6 +154,7 @@ def _serving(subject: Subject) -> Iterator[_Server]:
             yield _Server(subject, service, client)
         finally:
             portal.call(service.stop)
+            portal.call(app.state.mstar.close)
 
 
 # --- one function per ability -----------------------------------------------------------------------------------------
@@ -238,11 +243,15 @@ def _speech(server: _Server, route: str, example: Example) -> None:
     server.check_refused(route, {**body, "voice": "no such voice"}, "voice", "a voice that there is not")
 
 
+_BODIES = {"generate": _generate_body, "chat": _chat_body, "image": picture_body, "video": picture_body}
 _ROUND_TRIPS = {
     "generate": _generate,
     "chat": _chat,
     "completion": _completion,
     "embedding": _embedding,
+    "image": http_pictures.image,
+    "image_edit": http_pictures.edit,
+    "video": http_pictures.video,
     "speech": _speech,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,20 @@ import numpy as np
 
 from mstar.processing.sentences import sentence_pieces
 from mstar.spec.errors import RequestError
-from mstar.spec.processor import Prepared, Renderer, Voice
-from mstar.spec.tasks import ChatTask, SpeechTask, Task
-from mstar.testing.miniatures.catalog import LOUDNESS, PIECE, canvas_for, frames_for, latent_for, voice_ids
+from mstar.spec.processor import Delta, FramesDelta, Prepared, Renderer, Voice
+from mstar.spec.request import Emit
+from mstar.spec.tasks import ChatTask, ImageTask, SpeechTask, Task, VideoTask
+from mstar.testing.miniatures.catalog import (
+    LOUDNESS,
+    PIECE,
+    VIDEO_SIZE,
+    canvas_for,
+    frames_for,
+    latent_for,
+    picture_of,
+    pictures,
+    voice_ids,
+)
 from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer, encode, text_of
 
 __all__ = [
@@ -23,6 +34,7 @@ __all__ = [
     "Seq2SeqProcessor",
     "SpeechProcessor",
     "UnifiedProcessor",
+    "VideoProcessor",
     "VoiceProcessor",
 ]
 
@@ -51,9 +63,64 @@ class LiveProcessor(MiniProcessor):
 
 
 class DenoiseProcessor(MiniProcessor):
+    """Images add their mean colour to the latent; what a mask keeps is the first image's own."""
+
     def inputs(self, task: Task) -> dict[str, Any]:
-        latent = latent_for(text_of(task), task.knobs.size)
+        images = pictures(task.media)
+        latent = latent_for(text_of(task), self._size(task), task.knobs.seed or 0, images)
         return {**super().inputs(task), "negative": np.array([1], dtype=np.int64), "latent": latent}
+
+    def _size(self, task: Task) -> tuple[int, int]:
+        if isinstance(task, ImageTask) and task.size is not None:
+            return task.size
+        if isinstance(task, ImageTask) and task.images:
+            height, width = task.images[0].pixels.shape[:2]
+            if task.mask is None and self.context.spec.canvas is not None:
+                return self.context.spec.canvas.sizes.nearest((width, height))
+            return width, height
+        return task.knobs.size, task.knobs.size
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        if isinstance(task, ImageTask) and task.mask is not None:
+            height, width = task.mask.shape
+            if task.size not in (None, (width, height)):
+                raise RequestError("'size': with a mask the answer has the first image's size", param="size")
+        return super().prepare(task, request_id)
+
+    def renderer(self, task: Task, prepared: Prepared) -> Renderer:
+        renderer = super().renderer(task, prepared)
+        if isinstance(task, ImageTask) and task.mask is not None:
+            return _Kept(renderer, task.images[0].pixels, task.mask == 255)
+        return renderer
+
+
+class _Kept(Renderer):
+    """Puts back the pixels that a mask keeps."""
+
+    def __init__(self, inner: Renderer, pixels: Any, kept: Any):
+        self.inner, self.pixels, self.kept = inner, pixels, kept
+
+    def feed(self, event: Emit) -> Iterable[Delta]:
+        for delta in self.inner.feed(event):
+            if isinstance(delta, FramesDelta):
+                delta = replace(delta, frames=np.where(self.kept[None, :, :, None], self.pixels, delta.frames))
+            yield delta
+
+
+class VideoProcessor(MiniProcessor):
+    """An image is the first frame."""
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        super().inputs(task)  # refuses empty text
+        size = (task.size if isinstance(task, VideoTask) else None) or VIDEO_SIZE
+        return {"canvas": picture_of(text_of(task), size, task.knobs.seed or 0, pictures(task.media))}
+
+    def params(self, task: Task) -> dict[str, Any]:
+        values = super().params(task)
+        canvas = self.context.spec.canvas
+        if isinstance(task, VideoTask) and task.seconds is not None and canvas is not None and canvas.lengths:
+            values["frames"] = canvas.lengths.frames(task.seconds)
+        return values
 
 
 class UnifiedProcessor(MiniProcessor):

@@ -315,7 +315,7 @@ class Duplex(Model):
             walks={"converse": Loop(call, EndOf("audio_in"))},
             partitions=(Partition("main", ("converse",)),),
             streams=(
-                Stream("audio_in", CLIENT, "main", item, "audio", Fixed(FRAME), max_items=4096),
+                Stream("audio_in", CLIENT, "main", item, "audio", Fixed(FRAME), max_items=480_000),
                 Stream("audio", "main", CLIENT, item, "audio", capacity=8),
                 TEXT,
             ),
