@@ -4,6 +4,7 @@ ones."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 
 from mstar.plugins import load_plugins
-from mstar.registry import Registry
+from mstar.registry import Registry, load_object
 from mstar.runtime.service import open_service
 from mstar.settings import Settings
 from mstar_server.on_demand import Shelf
@@ -22,6 +23,17 @@ from mstar_server.options import ServerOptions
 from mstar_server.run import bind, serve_async
 
 __all__ = ["Server", "serving"]
+
+_LAZY = (
+    "mstar.worker.build",
+    "mstar.cluster.inline",
+    "mstar.engine.eager",
+    "mstar.resources.paged_kv",
+    "mstar.resources.recurrent",
+    "mstar.resources.sampler",
+    "mstar.resources.attention.torch_sdpa",
+    "mstar.resources.attention.numba_cpu",
+)
 
 
 class Server:
@@ -54,6 +66,7 @@ def serving(
     settings = Settings(extra_plugins=extra_plugins)
     registry = Registry(load_plugins(settings))
     assert not registry.plugins.broken, registry.plugins.broken
+    _import_all(registry, (*keys, *on_demand))
     options = ServerOptions(**{"port": 0, "drain_s": 5, **(server_options or {})})
     listener = bind(options)
     port = listener.getsockname()[1]
@@ -92,6 +105,17 @@ def serving(
     assert not thread.is_alive()
     if failure:
         raise failure[0]
+
+
+def _import_all(registry: Registry, keys: tuple[str, ...]) -> None:
+    """What the models need, one module after the other: pytest parses the modules of its plugins, the core among them,
+    when they are first imported, and Python 3.11 fails when two threads parse at once."""
+    for name in _LAZY:
+        importlib.import_module(name)
+    for key in keys:
+        spec = registry.model(key)
+        load_object(spec.model)
+        load_object(spec.processor)
 
 
 def _wait_ready(server: Server, failure: list[BaseException]) -> None:
