@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -55,7 +55,10 @@ class Executor(abc.ABC):
     :param on_phase: called on the same loop whenever the worker's phase changes.
     :param registry: the API process's registry. An executor whose worker lives in this process hands it on; worker
         processes build their own.
+    :cvar in_process: the worker is a thread of this process.
     """
+
+    in_process: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mstar.processing.answer_form import with_answer_form
 from mstar.processing.channels import Channels, ReasoningTags
 from mstar.processing.constraints import checked_grammar
 from mstar.processing.stops import StopStrings
@@ -116,8 +117,9 @@ class TextProcessor(Processor):
         ids, param = self.prompt_ids(task)
         if not ids:
             raise RequestError(f"{param} is empty", param=param)
-        stop_ids = self.tokenizer.stop_ids
-        grammar = checked_grammar(task, self.grammars, stop_ids)
+        stop_ids, tail = self.tokenizer.stop_ids, tuple(ids[-_TAIL:])
+        formed = with_answer_form(task, self.tool_format, self.reasoning, self._thinks(tail))
+        grammar = checked_grammar(formed, self.grammars, stop_ids)
         params = sampling_params(task, len(ids), param, self.limits, stop_ids, grammar)
         request = EngineRequest(
             id=request_id,
@@ -130,7 +132,7 @@ class TextProcessor(Processor):
             cache_salt=task.tenant,
         )
         hidden = () if params.ignore_eos else params.stop_token_ids
-        return Prepared(request, prompt_tokens=len(ids), state=_Rendering(hidden, tuple(ids[-_TAIL:])))
+        return Prepared(request, prompt_tokens=len(ids), state=_Rendering(hidden, tail))
 
     def renderer(self, task: Task, prepared: Prepared) -> TextRenderer:
         state: _Rendering = prepared.state
@@ -204,8 +206,6 @@ class TextProcessor(Processor):
             raise RequestError(f"this model has no chat template{hint}", param="messages", code="unsupported_task")
         if task.tools and "tools" not in self.tokenizer.chat_template.reads:
             raise RequestError("tools: this model's chat template does not know any", param="tools", code=_UNSUPPORTED)
-        if task.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice: this model supports 'auto' and 'none' only", param="tool_choice")
         messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
         tools = task.tools if _usable(task) else ()
         variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}

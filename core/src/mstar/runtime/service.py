@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,13 +95,14 @@ class Service:
         return len(self._open)
 
     async def start(self) -> None:
-        """Load processor and worker side by side; returns when both are ready. Raises :class:`SetupError`."""
+        """Load processor and worker, side by side if the worker is another process; returns when both are ready.
+
+        :raises SetupError: one of them cannot be loaded.
+        """
         loop = asyncio.get_running_loop()
         self._acks = Acks(self._executor, loop)
-        tasks = [
-            loop.create_task(self._executor.start()),
-            loop.create_task(self._in_thread(self._load_processor)),
-        ]
+        steps = [self._in_thread(self._load_processor), self._executor.start()]
+        tasks = [loop.create_task(step) for step in ([_in_turn(steps)] if self._executor.in_process else steps)]
         try:
             await asyncio.gather(*tasks)
         except BaseException as error:
@@ -266,6 +267,18 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+
+
+async def _in_turn(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Not side by side: both import large libraries, and in CPython 3.11 two threads that build syntax trees at a time
+    (as torch's and numba's compilers do) may fail with "AST constructor recursion depth mismatch"."""
+    rest = list(steps)
+    try:
+        while rest:
+            await rest.pop(0)
+    finally:
+        for step in rest:
+            step.close()
 
 
 def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:
