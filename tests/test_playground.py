@@ -135,6 +135,16 @@ def test_thoughts_are_folded_and_tools_are_answered_by_hand(browser: Browser, se
     assert browser.all(".turn[data-role=assistant] .markdown")[-1].text == answer(so_far)[THOUGHTS:]
 
 
+def test_the_page_follows_a_long_answer(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/#/mini_chat/chat", height=500)
+    for text in ("abc", "d", "e"):
+        say(browser, text)
+    last = browser.all(".turn[data-role=assistant] .foot")[-1]
+    bottom = "return arguments[0].getBoundingClientRect().bottom"
+    composer = "return document.querySelector('.composer').getBoundingClientRect().top"
+    browser.wait(lambda: 0 < browser.script(bottom, last) <= browser.script(composer), "the answer's end in sight")
+
+
 def test_what_is_typed_is_text(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_chat/chat")
     hostile = "<img src=x onerror='document.title=1'>"
