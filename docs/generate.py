@@ -2,7 +2,8 @@
 
 A page marks a generated part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. What is between them is made from
 the code: hooks from the docstrings in ``mstar.hookspecs``, tables of knobs and of the deployment file from their
-pydantic models, the settings from the table in ``mstar.settings``. All the rest of a page is written by hand.
+pydantic models, the settings from the table in ``mstar.settings``, the routes from the server's routers and their
+errors from ``mstar_server.openapi``. All the rest of a page is written by hand.
 """
 
 from __future__ import annotations
@@ -25,9 +26,19 @@ from mstar.registry import Registry
 from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
 from mstar.spec.fields import describe_fields
 from mstar.spec.model import ModelSpec
+from mstar_server.observe.catalog import CATALOG, REASONS
+from mstar_server.openapi import ERRORS
+from mstar_server.plugin import mstar_api
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/hooks.md", "docs/knobs.md", "docs/deployment.md", "README.md")
+PAGES = (
+    "docs/hooks.md",
+    "docs/knobs.md",
+    "docs/deployment.md",
+    "docs/observability.md",
+    "docs/http/README.md",
+    "README.md",
+)
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -132,6 +143,30 @@ def fields(model: type[BaseModel]) -> str:
     return table(("name", "value", "default", "meaning"), [(*row[:3], markdown(row.meaning)) for row in rows])
 
 
+# --- routes -------------------------------------------------------------------------------------------------------
+
+
+def routes() -> str:
+    """Every route of the server, router by router."""
+    return table(("route", "what it does"), [_route(route) for router in mstar_api() for route in router.routes])
+
+
+def _route(route: Any) -> tuple[str, str]:
+    methods = getattr(route, "methods", None)
+    if methods is None:
+        module = inspect.getdoc(sys.modules[route.endpoint.__module__]) or ""
+        meaning = inspect.getdoc(route.endpoint) or module.partition(": ")[2]
+        return f"`{route.path}` (websocket)", meaning.splitlines()[0]
+    path = re.sub(r":\w+}", "}", route.path)
+    return f"`{' '.join(sorted(methods))} {path}`", route.summary or ""
+
+
+def statuses() -> str:
+    """The errors that every route may give."""
+    rows = [(str(status), answer["description"]) for status, answer in ERRORS.items()]
+    return table(("status", "meaning"), rows)
+
+
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +177,20 @@ def variables() -> list[tuple[str, str]]:
 
 def settings_table() -> str:
     return table(("variable", "meaning"), [(f"`{name}`", markdown(meaning)) for name, meaning in variables()])
+
+
+def metrics() -> str:
+    """Every metric of ``/metrics``."""
+    rows = [
+        (f"`{m.name}`", m.kind, ", ".join(f"`{label}`" for label in m.labels) or "none", m.source, markdown(m.meaning))
+        for m in CATALOG.values()
+    ]
+    reasons = ", ".join(f"`{reason}`" for reason in REASONS)
+    return (
+        f"{table(('name', 'kind', 'labels', 'source', 'meaning'), rows)}\n\n"
+        f"Values of `reason`: {reasons}. `other` is a model's own word; `left`: nobody read to the end; "
+        "`refused`: a 4xx; `timeout`: a 504; `failed`: any other 5xx."
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -160,6 +209,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "knobs": knobs,
     "deployment": deployment,
     "settings": settings_table,
+    "metrics": metrics,
+    "routes": routes,
+    "statuses": statuses,
 }
 
 

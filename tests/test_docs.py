@@ -26,7 +26,7 @@ from mstar.testing.drive import Driver
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
 )
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 BASES = [ROOT, ROOT / "core/src/mstar", ROOT / "core/src", ROOT / "server/src"]

@@ -62,6 +62,8 @@ def assert_outputs(mini: Miniature, example: Example, outputs: dict[str, list[di
             np.testing.assert_allclose(samples, np.rint(want.clip(-1, 1) * 32767), atol=1)
         elif mini.streams[stream] == "image":
             np.testing.assert_allclose(picture(items[0]["data"]).astype(float), want[0], atol=1)
+        elif mini.streams[stream] == "video":
+            np.testing.assert_allclose([picture(frame) for i in items for frame in i["frames"]], want)
         else:
             got = np.concatenate([np.asarray(i["data"], dtype=np.float64) for i in items])
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=max(mini.tolerance, 1e-6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,9 @@ from mstar.cluster.base import Phase
 from mstar.spec.errors import NotReady
 from mstar.spec.knobs import SamplingKnobs
 from mstar.spec.model import Licence, ModelSpec
-from mstar.spec.processor import ArrayDelta, Delta, TextDelta
+from mstar.spec.processor import ArrayDelta, Delta, TextDelta, Voice
 from mstar.spec.request import Usage
-from mstar.spec.tasks import Task
+from mstar.spec.tasks import SpeechTask, Task
 from mstar_server.app import create_app
 from mstar_server.options import ServerOptions
 from mstar_server.run import bind, serve_async
@@ -52,7 +53,17 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 
 class Tokens:
-    """The part of a processor that the server uses: how a token is spelled."""
+    """The part of a processor that the server uses: how a token is spelled, which voices there are, what a long text is
+    cut into."""
+
+    def voices(self) -> Sequence[Voice]:
+        return (Voice("ann"), Voice("bob", "Bob", "en", "male"))
+
+    def knows_voice(self, voice: str) -> bool:
+        return voice in ("ann", "bob")
+
+    def pieces(self, task: SpeechTask) -> Sequence[SpeechTask]:
+        return [dataclasses.replace(task, text=text) for text in task.text.split("|")]
 
     def token_bytes(self, token: int) -> bytes:
         return {1: b"Hel", 2: b"lo", 3: "é".encode()[:1]}.get(token, b"?")
@@ -76,6 +87,10 @@ class ScriptedAnswer:
     def cancel(self, reason: str = "cancelled") -> None:
         self.reason = reason
         self.cancelled.set()
+
+    def close(self) -> None:
+        if self.finish_reason is None:
+            self.cancel()
 
     async def push(self, stream: str, part: Any, end: bool = False) -> range:
         await self._pushes.put((stream, part, end))
@@ -129,6 +144,7 @@ class ScriptedService:
     def __init__(self, script: Sequence[Any] = (), **spec: Any):
         self.spec, self.processor = make_spec(**spec), Tokens()
         self.phase, self.limits = Phase(name="ready"), {"context": 64}
+        self.watcher: Any = None
         self.script: Sequence[Any] | Callable[[int], Sequence[Any]] = script
         self.refuse: Exception | None = None
         self.start_error: Exception | None = None

@@ -181,7 +181,7 @@ async def test_only_what_the_client_set_reaches_the_knobs(kit, chat):
         ("temperature", "\ud800", "\\ud800"),
         ("stop", 3, "stop"),
         ("steps", 51, "50"),
-        ("modalities", ["text", "audio"], "not supported"),
+        ("modalities", ["text", "video"], "not supported"),
         ("tempratur", 1, "did you mean 'temperature'"),
         ("stepz", 1, "did you mean 'steps'"),
         ("messages", [], "empty"),

@@ -56,10 +56,12 @@ async def test_log_lines_carry_the_id_and_no_secret(kit, chat, caplog):
     caplog.set_level(logging.INFO, "mstar.server")
     with caplog.filtering(_Named()):
         await _ask_thrice(kit, chat)
-    lines = [record.getMessage() for record in caplog.records if record.name == "mstar.server"]
-    assert lines[0].startswith(f"[mine] POST {CHAT}: 200 in ")
+    records = [record for record in caplog.records if record.name == "mstar.server"]
+    lines = [record.getMessage() for record in records]
+    assert [record.request_id for record in records] == ["mine", "other"]
+    assert lines[0].startswith(f"POST {CHAT}: 200 in ")
     assert ", key 'api-key', chatcmpl-" in lines[0]
-    assert lines[1].startswith("[other] GET /a%0Ab: 404 in ")
+    assert lines[1].startswith("GET /a%0Ab: 404 in ")
     assert len(lines) == 2, "probes are not logged"
     assert "hush" not in caplog.text
 

@@ -15,6 +15,7 @@ variable                    meaning
 ``MSTAR_ACCEPT_LICENCES``   Keys of models whose non-permissive terms the operator accepts.
 ``MSTAR_API_KEY``           Clients of the server must send this key.
 ``MSTAR_LOG_LEVEL``         ``debug``, ``info``, ``warning`` or ``error``. Default ``info``.
+``MSTAR_LOG_FORMAT``        ``text``, or ``json``: an object a line, for programs. Default ``text``.
 ``HF_TOKEN``                Token for the Hugging Face Hub.
 ``HF_ENDPOINT``             Address of the Hub or of a mirror.
 ``HF_HUB_OFFLINE``          Use what is on this machine and never the network.
@@ -29,10 +30,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from mstar.log_format import LOG_FORMATS, LogFormat
 from mstar.spec.errors import SetupError, nearest
 
 __all__ = ["LIBRARIES", "Settings"]
+
+Choice = TypeVar("Choice", bound=str)
 
 LIBRARIES = {"PYDANTIC_DISABLE_PLUGINS": "__all__", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """What M*'s processes set before they import these libraries, unless the operator has: no plugins of theirs. M* needs
@@ -72,6 +77,7 @@ class Settings:
     accept_licences: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
     log_level: str = "info"
+    log_format: LogFormat = "text"
     hub_token: str | None = field(default=None, repr=False)
     hub_endpoint: str | None = None
     offline: bool = False
@@ -94,6 +100,7 @@ class Settings:
             accept_licences=_names(env, "MSTAR_ACCEPT_LICENCES"),
             api_key=env.get("MSTAR_API_KEY") or None,
             log_level=_choice(env, "MSTAR_LOG_LEVEL", LOG_LEVELS, "info"),
+            log_format=_choice(env, "MSTAR_LOG_FORMAT", LOG_FORMATS, "text"),
             hub_token=env.get("HF_TOKEN") or None,
             hub_endpoint=_url(env, "HF_ENDPOINT"),
             offline=_flag(env, "HF_HUB_OFFLINE"),
@@ -133,11 +140,12 @@ def _hub_cache(env: Mapping[str, str]) -> Path:
     return _folder(env, "HF_HUB_CACHE", below_home)
 
 
-def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...], default: str) -> str:
+def _choice(env: Mapping[str, str], variable: str, choices: tuple[Choice, ...], default: Choice) -> Choice:
     value = env.get(variable, "").strip().lower() or default
-    if value not in choices:
-        raise SetupError(f"{variable}: {value!r} is not a valid value{nearest(value, choices)}")
-    return value
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise SetupError(f"{variable}: {value!r} is not a valid value{nearest(value, choices)}")
 
 
 def _url(env: Mapping[str, str], variable: str) -> str | None:

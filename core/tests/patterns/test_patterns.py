@@ -44,6 +44,7 @@ VARIANTS = {
     "denoise, attention": (DenoiseLoop, replace(PICTURE, attention=RAGGED)),
     "denoise, one branch": (DenoiseLoop, replace(PICTURE, branches={"cond": "prompt"})),
     "denoise, three": (DenoiseLoop, replace(PICTURE, branches={"all": "prompt", "text": "prompt", "none": "negative"})),
+    "denoise, previews": (DenoiseLoop, replace(PICTURE, preview=Port("preview", "uint8", ("H", "W", 3), "stacked"))),
     "denoise, kv": (DenoiseLoop, replace(PICTURE, kv=SHAPE, latent=Port("latent", "float32", ("P", 4)))),
 }
 

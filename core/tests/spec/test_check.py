@@ -91,6 +91,8 @@ BROKEN = {
     "sampler": (walk(Seq(PREFILL, Loop(DECODE, TokenStop("token", "kv")))), "'kv', which is no sampler resource"),
     "when true": (walk(Loop(PREFILL, WhenTrue("done"))), "'done' is true, which its body never produces"),
     "end of": (walk(Loop(PREFILL, EndOf("text"))), "ends with stream 'text', which its body never pulls"),
+    "untold": (walk(Loop(PREFILL, Times(3), progress="tex")), "progress to unknown stream 'tex'; did you mean 'text'?"),
+    "told wrongly": (walk(Loop(PREFILL, Times(3), progress="text")), "progress goes to the client as int64 (2,)"),
     "index": (walk(dataclasses.replace(PREFILL, inputs={"ids": Index()})), "only 0 loop(s) around it"),
     "pull outside": (
         walk(dataclasses.replace(PREFILL, inputs={"ids": Pull("text")})),

@@ -41,6 +41,17 @@ def test_a_wrong_choice_is_answered_with_the_nearest(name: str, value: Any, sent
     assert (caught.value.param, caught.value.code) == (f"model_kwargs.{name}", "invalid_value")
 
 
+def test_true_is_no_number_among_choices() -> None:
+    class Lengths(Knobs):
+        frames: Literal[0, 1, 5] = 5
+        loud: Literal[True] = True
+
+    assert validate_knobs(Lengths, {"frames": 1, "loud": True}).frames == 1
+    for value in (True, False):
+        with pytest.raises(RequestError, match="must be a number, not a boolean"):
+            validate_knobs(Lengths, {"frames": value})
+
+
 def test_right_choices_are_taken() -> None:
     knobs = validate_knobs(Choices, {"language": "gsw", "rate": 24000, "style": "formal"})
     assert (knobs.language, knobs.rate, knobs.style) == ("gsw", 24000, Style.FORMAL)

@@ -109,7 +109,7 @@ class Merged:
         """Every answer has ended and all of it has been taken."""
         return self._open == 0
 
-    async def next_batch(self, seconds: float) -> list[tuple[int, Delta | None]]:
+    async def next_batch(self, seconds: float | None) -> list[tuple[int, Delta | None]]:
         """All pairs that are there by now, after waiting for the first; none after a silence of *seconds*.
 
         In batches, so that whoever sends them yields to the event loop, and learns of a disconnect, between two sends.

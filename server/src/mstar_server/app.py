@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.exchange import ID_HEADER, ExchangeLife
 from mstar_server.hooks import routers
+from mstar_server.json_body import check_json
 from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
+from mstar_server.observe.tracing import Tracing, open_tracing
+from mstar_server.openapi import ERRORS
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.routes import playground
@@ -20,17 +23,26 @@ from mstar_server.state import ServerState
 __all__ = ["create_app"]
 
 
-def create_app(services: Mapping[str, Service], registry: Registry, options: ServerOptions | None = None) -> FastAPI:
+def create_app(
+    services: Mapping[str, Service],
+    registry: Registry,
+    options: ServerOptions | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
     """An application that serves *services* by key. It neither starts nor stops them: :mod:`mstar_server.run` does.
 
     Routers come from the ``mstar_api`` hook of every plugin, the server's own among them.
+
+    :param tracing: where traces go; default: to ``options.otel``, if that is set.
     """
     options = options or ServerOptions()
+    if tracing is None and options.otel is not None:
+        tracing = open_tracing(options.otel)
     app = FastAPI(title="M*", version=__version__, redoc_url=None)
-    state = app.state.mstar = ServerState(services, registry, options)
+    state = app.state.mstar = ServerState(services, registry, options, tracing)
     mounted = [*routers(registry), *([playground.make_router()] if options.playground else [])]
     for router in mounted:
-        app.include_router(router)
+        app.include_router(router, dependencies=[Depends(check_json)], responses=ERRORS)
     state.mounted = frozenset(
         path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
     )
@@ -41,7 +53,7 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
     if options.api_key is not None or options.api_keys is not None:
         app.add_middleware(KeyCheck, ring=KeyRing(options.api_key, options.api_keys), page=options.playground)
     app.add_middleware(ErrorMiddleware)
-    app.add_middleware(ExchangeLife, book=state.exchanges)
+    app.add_middleware(ExchangeLife, book=state.exchanges, watcher=state.observer)
     if options.root_path:
         app.add_middleware(RootPath, path=options.root_path)
     if options.cors:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.spec.errors import MstarError, RequestError, nearest
 from mstar.spec.origin import describe
+from mstar_server.json_body import json_fault
 
 __all__ = [
     "ErrorMiddleware",
@@ -115,6 +116,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         status, ("server_error" if status >= 500 else "invalid_request_error", "invalid_request")
     )
     message = str(error.detail)
+    if status == 400 and isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's, of a body
+        return error_response(json_fault(error.__cause__))
     if status == 404 and message == "Not Found":
         message = f"no route {request.url.path!r}{nearest(request.url.path, request.app.state.mstar.mounted)}"
     elif status == 405 and message == "Method Not Allowed":
@@ -124,15 +127,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # without the leading "body"
-    return error_response(validation_fault(faults, error.body))
+    faults = error.errors()
+    place = faults[0]["loc"][0]
+    inner = [{**fault, "loc": fault["loc"][1:]} for fault in faults]
+    if place == "body":
+        return error_response(validation_fault(inner, error.body))
+    given = request.path_params if place == "path" else dict(request.query_params)
+    return error_response(validation_fault(inner, given))
 
 
 def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
     """The one of pydantic's *faults* worth showing: the deepest, since a union reports each of its branches."""
     if faults[0]["type"] == "json_invalid":
-        reason = faults[0].get("ctx", {}).get("error", "")
-        return RequestError(f"the body is not valid JSON: {reason}", code="invalid_json")
+        reason, place = faults[0]["ctx"]["error"], faults[0]["loc"][-1]
+        return json_fault(json.JSONDecodeError(reason, "", place) if isinstance(place, int) else ValueError(reason))
     paths = [_path(fault, body) for fault in faults]
     best = max(range(len(faults)), key=lambda i: len(paths[i]))
     fault, param = faults[best], _dotted(paths[best])

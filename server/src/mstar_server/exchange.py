@@ -18,7 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -29,7 +29,7 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar_server.errors import error_response, refuse
 from mstar_server.protocols import Answer
 
-__all__ = ["Exchange", "ExchangeLife", "Exchanges", "current", "name_log_lines", "new_id"]
+__all__ = ["Exchange", "ExchangeLife", "ExchangeWatcher", "Exchanges", "current", "name_log_lines", "new_id"]
 
 log = logging.getLogger("mstar.server")
 
@@ -69,7 +69,15 @@ class Exchange:
         self.status = 499  # of the response; until there is one, what the log calls a client that left
         self.responding = self.responded = False  # the head is out; the last byte is
         self.task: asyncio.Future[Any] | None = None
+        self.scope: Scope = {}
+        self.span: Any = None  # of whoever traces it
         self._entered = False
+
+    @property
+    def route(self) -> str:
+        """The route that it reached, as that is written in the application: ``/v1/requests/{request_id}``."""
+        path: str = getattr(self.scope.get("route"), "path", "unmatched")
+        return path
 
     @property
     def tenant(self) -> str:
@@ -128,7 +136,8 @@ class Exchange:
     def close(self) -> None:
         """It is over, and whatever it started with it."""
         self.error = self.error or RequestError("the request has ended", code="request_ended", status=409)
-        self._cancel_answers()
+        for answer in self.answers.values():
+            answer.close()
         self.book.remove(self)
         if self._entered:
             self.book.limits.leave(self.caller)
@@ -143,7 +152,7 @@ class Exchange:
         """One of several requests on a websocket, as an exchange of its own: the caller's limits, the time and
         cancelling are each request's."""
         inner = Exchange(exchange_id or new_id(), self.book, self.seconds, self.caller)
-        inner.task = asyncio.current_task()
+        inner.task, inner.scope, inner.span = asyncio.current_task(), self.scope, self.span
         self.book.add(inner.id, inner)
         token = _current.set(inner)
         try:
@@ -228,11 +237,19 @@ class Exchanges:
         return len({exchange for named in self._by_id.values() for exchange in named})
 
 
+class ExchangeWatcher(Protocol):
+    """Is told of every exchange but those within a websocket."""
+
+    def exchange_begins(self, exchange: Exchange, headers: Headers) -> None: ...
+
+    def exchange_ends(self, exchange: Exchange) -> None: ...
+
+
 class ExchangeLife:
     """The outermost layer: gives each request its exchange, watches the connection, and ends what has to end."""
 
-    def __init__(self, app: ASGIApp, book: Exchanges):
-        self.app, self.book = app, book
+    def __init__(self, app: ASGIApp, book: Exchanges, watcher: ExchangeWatcher):
+        self.app, self.book, self.watcher = app, book, watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -241,8 +258,10 @@ class ExchangeLife:
         headers = Headers(scope=scope)
         given = headers.get(ID_HEADER, "")
         exchange = Exchange(given if _ID.fullmatch(given) else new_id(), self.book)
+        exchange.scope = scope
         self.book.add(exchange.id, exchange)
         token = _current.set(exchange)
+        self.watcher.exchange_begins(exchange, headers)
         named = _naming(exchange, send)
         try:
             try:
@@ -258,6 +277,7 @@ class ExchangeLife:
                 await self.app(scope, receive, named)
         finally:
             exchange.close()
+            self.watcher.exchange_ends(exchange)
             _note(exchange, scope)
             _current.reset(token)
 
@@ -355,16 +375,25 @@ def _seconds(value: str | None) -> float | None:
 def _note(exchange: Exchange, scope: Scope) -> None:
     """One line of log for each request but probes. The query is left out: it may hold a key."""
     path = quote(scope["path"], safe="/:@,+~!$&'()*;=")
-    if path.startswith("/health"):
+    if path.startswith("/health") or path == "/metrics":
         return
+    took = time.monotonic() - exchange.began
+    fields = {
+        "method": scope.get("method", "WEBSOCKET"),
+        "route": exchange.route,
+        "status": exchange.status,
+        "seconds": round(took, 6),
+        "answers": list(exchange.answers),
+    }
     log.info(
         "%s %s: %d in %.3f s%s%s",
         scope.get("method", "WEBSOCKET"),
         path,
         exchange.status,
-        time.monotonic() - exchange.began,
+        took,
         "" if exchange.caller is None else f", key {exchange.caller.name!r}",
         "".join(f", {name}" for name in exchange.answers),
+        extra={"fields": fields},
     )
 
 
@@ -376,9 +405,10 @@ def name_log_lines() -> None:
 
 
 class _Named(logging.Filter):
+    """Gives a record the ``request_id`` that formatters show (:mod:`mstar.log_format`)."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         exchange = current()
         if exchange is not None and not hasattr(record, "request_id"):
             record.request_id = exchange.id
-            record.msg = f"[{exchange.id}] {record.msg}"  # an id has no %
         return True

@@ -150,7 +150,8 @@ def _is_page(path: str) -> bool:
 
 
 class BodyLimit:
-    """Answers 413 to a larger body: from its declared length, else while it arrives."""
+    """Answers 413 to a larger body: from its declared length, else while it arrives; and 415 to a compressed one, whose
+    size nobody knows."""
 
     def __init__(self, app: ASGIApp, limit: int):
         self.app, self.limit = app, limit
@@ -158,6 +159,12 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+        if coding not in ("identity", ""):
+            message = f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is"
+            error = RequestError(message, code="unsupported_content_encoding", status=415)
+            await error_response(error, {"Accept-Encoding": "identity", "Connection": "close"})(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self.limit:

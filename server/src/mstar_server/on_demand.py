@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mstar.cluster.base import Phase
+from mstar.runtime.watch import Watcher
 from mstar.spec.errors import MstarError, NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
@@ -97,6 +98,7 @@ class OnDemand:
     def __init__(self, spec: ModelSpec, make: Callable[[], Service], shelf: Shelf):
         self.spec, self._make, self._shelf, self.options = spec, make, shelf, shelf.options
         self.occupies, self.last_used = False, time.monotonic()
+        self.watcher: Watcher | None = None
         self._service: Service | None = None  # from its opening on, ready or not
         self._loading: asyncio.Task[None] | None = None
         self._unloading: asyncio.Task[None] | None = None
@@ -207,6 +209,7 @@ class OnDemand:
             log.info("loading %r", self.spec.key)
             began = time.monotonic()
             self._service = await asyncio.to_thread(self._make)
+            self._service.watcher = self.watcher
             await self._service.start()
         except BaseException as error:
             self._service, self.occupies, self._loading = None, False, None

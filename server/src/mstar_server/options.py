@@ -25,6 +25,8 @@ class ServerOptions:
     :param root_path: the path below which a proxy shows this server (``"/mstar"``).
     :param max_body_bytes: largest request body; more is answered 413.
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
+    :param head_timeout_s: longest time that a request's head may take; then 408, or if nothing was sent, just the end.
+    :param body_timeout_s: longest pause in the middle of a request's body; then 408.
     :param max_messages: most messages of one chat.
     :param max_text_chars: most characters of all texts of one request.
     :param max_inputs: most texts of one request to ``/v1/completions`` or ``/v1/embeddings``.
@@ -32,7 +34,8 @@ class ServerOptions:
     :param max_files: most files of one ``/generate`` request, and most media parts of one chat.
     :param max_kwargs_bytes: largest ``model_kwargs``, as JSON.
     :param max_file_bytes: largest media file, uploaded, in JSON or fetched; more is answered 413.
-    :param max_pixels: largest image or frame of a video, width × height, judged from the file's header.
+    :param max_pixels: largest image or frame of a video, width × height, judged from the file's header; and the largest
+        picture that a client may ask for.
     :param max_video_pixels: most pixels of all frames of a video that are decoded. The default are 259 s of 1920x1080
         at two frames a second; more is answered 400.
     :param max_video_frames: most frames of a video that are decoded; of a longer one every n-th frame is taken.
@@ -51,11 +54,24 @@ class ServerOptions:
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
-    :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: memory.
+    :param max_images: largest ``n`` of a request for pictures.
+    :param state_dir: where the server keeps what outlives it: stored responses, uploaded voices and videos. ``None``:
+        responses and voices in memory, videos in a temporary folder.
+    :param max_videos: video jobs that are kept; more than so many lose the oldest.
+    :param max_running_videos: of them, those that may be unfinished; more are answered 429.
+    :param max_videos_bytes: what their files may take on disk; beyond it the oldest go.
+    :param videos_days: how long a video is kept after it was made.
+    :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: one in
+        *state_dir*, or memory.
     :param max_stored_responses: more than so many lose the oldest.
     :param stored_responses_days: how long they are kept.
+    :param max_speech_chars: longest text to be spoken, and longest instructions or transcript beside it.
+    :param max_voices: most voices that one client (one key) may upload.
+    :param max_voice_s: longest sample of a voice in seconds, uploaded or sent with a request.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
+    :param log_stats: log a line for each request to a model, with where its time went.
+    :param otel: OTLP collector that traces are sent to (``http://host:4318``); ``None``: none are made.
     :param drain_s: after SIGTERM, how long running requests may go on.
     :param load_wait_s: how long a request waits for a model that is loaded on demand, before it is answered 503.
     :param idle_unload_s: seconds without a request or a session after which such a model is unloaded; ``None``: never.
@@ -73,6 +89,8 @@ class ServerOptions:
     root_path: str = ""
     max_body_bytes: int = 64 * MIB
     max_head_bytes: int = 64 * 1024
+    head_timeout_s: float = 30.0
+    body_timeout_s: float = 60.0
     max_messages: int = 4096
     max_text_chars: int = 4_000_000
     max_inputs: int = 2048
@@ -97,10 +115,21 @@ class ServerOptions:
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256
+    max_images: int = 10
+    state_dir: Path | None = None
+    max_videos: int = 1000
+    max_running_videos: int = 64
+    max_videos_bytes: int = 16 * 1024 * MIB
+    videos_days: float = 1.0
     responses_file: Path | None = None
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0
+    max_speech_chars: int = 32_768
+    max_voices: int = 256
+    max_voice_s: float = 60.0
     keepalive_s: float = 10.0
+    log_stats: bool = False
+    otel: str | None = None
     drain_s: float = 30.0
     load_wait_s: float = 60.0
     idle_unload_s: float | None = None

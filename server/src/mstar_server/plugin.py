@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mstar.hookspecs import hookimpl
@@ -14,27 +15,37 @@ _ADAPTERS = {
     "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
     "completion": "mstar_server.openai.completion_request:CompletionAdapter",
     "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+    "image": "mstar_server.openai.image_request:ImageAdapter",
+    "image_edit": "mstar_server.openai.image_request:ImageAdapter",
+    "video": "mstar_server.openai.video_request:VideoAdapter",
+    "speech": "mstar_server.openai.speech_request:SpeechAdapter",
 }
+
+
+_ROUTES = (
+    "health",
+    "metrics",
+    "models",
+    "chat",
+    "completions",
+    "responses",
+    "embeddings",
+    "speech",
+    "voices",
+    "images",
+    "videos",
+    "tokens",
+    "generate",
+    "generate_ws",
+    "requests",
+)
+"""Modules of :mod:`mstar_server.routes`, each with a ``router``, in the order of the documentation."""
 
 
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import (
-        chat,
-        completions,
-        embeddings,
-        generate,
-        generate_ws,
-        health,
-        models,
-        requests,
-        responses,
-        tokens,
-    )
-
-    modules = (health, models, chat, completions, responses, embeddings, tokens, generate, generate_ws, requests)
-    return [module.router for module in modules]
+    return [import_module(f"mstar_server.routes.{name}").router for name in _ROUTES]
 
 
 @hookimpl

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
 from mstar.cluster.base import Phase
+from mstar.runtime.watch import Watcher
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Processor
 from mstar.spec.request import Usage
@@ -52,9 +53,14 @@ class Answer(Protocol):
     def cancel(self, reason: str = "cancelled") -> None:
         """End the request within one step. Does nothing once it has ended."""
 
+    def close(self) -> None:
+        """Cancel it, if it has not ended: nobody reads it any more."""
+
 
 class Service(Protocol):
-    """One served model."""
+    """One served model. What is told of its requests is set by the server (``watcher``)."""
+
+    watcher: Watcher | None
 
     @property
     def spec(self) -> ModelSpec: ...

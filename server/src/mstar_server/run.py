@@ -179,7 +179,12 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def _uvicorn_config(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
-    protocol: Any = functools.partial(BoundedHttp, max_head_bytes=options.max_head_bytes)
+    protocol: Any = functools.partial(
+        BoundedHttp,
+        max_head_bytes=options.max_head_bytes,
+        head_timeout_s=options.head_timeout_s,
+        body_timeout_s=options.body_timeout_s,
+    )
     return uvicorn.Config(
         app,
         http=protocol,

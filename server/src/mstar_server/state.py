@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import HTTPConnection
@@ -13,10 +15,16 @@ from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
 from mstar_server.media.decoder import Media
+from mstar_server.observe.metrics import Metrics
+from mstar_server.observe.tracing import Tracing
+from mstar_server.observe.watching import Observer
 from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
+from mstar_server.videos.jobs import VideoJobs
+from mstar_server.videos.store import VideoStore
+from mstar_server.voices import VoiceStore
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -42,27 +50,57 @@ class ServerState:
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
+    :ivar voices: those that clients uploaded.
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
-    :ivar exchanges: the requests that go on.
+    :ivar exchanges: the requests that go on. :ivar observer: what watches them.
     """
 
-    def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
+    def __init__(
+        self,
+        services: Mapping[str, Service],
+        registry: Registry,
+        options: ServerOptions,
+        tracing: Tracing | None = None,
+    ):
         self.services, self.registry, self.options = dict(services), registry, options
         self.draining = False
         self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
+        self.observer = Observer(Metrics(tuple(services)), tracing, options.log_stats)
+        for service in self.services.values():
+            service.watcher = self.observer
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self.media = Media(options)
+        folder = options.state_dir
+        self._videos = None if folder is None else self._open_videos(folder / "videos")
+        responses_file = options.responses_file or (None if folder is None else folder / "responses.sqlite")
         self.responses = ResponseStore(
-            options.responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
+            responses_file, options.max_stored_responses, options.stored_responses_days * 86400.0
         )
+        self.voices = VoiceStore(None if folder is None else folder / "voices", options.max_voices)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
 
     async def close(self) -> None:
         """Let go of what is open, once no request runs."""
+        if self._videos is not None:
+            await self._videos.close()
         await self.media.close()
         self.responses.close()
+        await asyncio.to_thread(self.observer.close)
+
+    @property
+    def videos(self) -> VideoJobs:
+        """The video jobs: those that run and those that are kept. A temporary folder is made when it is needed."""
+        if self._videos is None:
+            self._videos = self._open_videos(None)
+        return self._videos
+
+    def _open_videos(self, folder: Path | None) -> VideoJobs:
+        options = self.options
+        age_s = options.videos_days * 86400.0
+        store = VideoStore(folder, options.max_videos, options.max_videos_bytes, age_s)
+        return VideoJobs(store, options.max_running_videos)
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""

@@ -12,6 +12,7 @@ import mstar
 from mstar.cli.commands import Command, Commands, Context, Parser
 from mstar.cli.output import fault, note, table, tolerate_encodings
 from mstar.cli.plugins import note_broken
+from mstar.log_format import begin_logging
 from mstar.plugin_code import Interrupted
 from mstar.plugins import Plugins, load_plugins
 from mstar.settings import Settings
@@ -69,7 +70,7 @@ def _run(words: list[str], environ: Mapping[str, str]) -> int:
         print(f"mstar {mstar.__version__}")
         return 0
     settings = Settings.from_env(environ)
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    begin_logging(settings.log_level.upper(), settings.log_format)
     logging.getLogger("uvicorn").setLevel(
         max(logging.WARNING, logging.getLogger().level)
     )  # it tells our own story twice

@@ -120,7 +120,8 @@ def _walk(walk: Walk) -> dict[str, Any]:
             "emit": dict(walk.emit),
         }
     if isinstance(walk, Loop):
-        return {"kind": "loop", "until": [_stop(stop) for stop in walk.stops], "body": _walk(walk.body)}
+        told = {} if walk.progress is None else {"progress": walk.progress}
+        return {"kind": "loop", "until": [_stop(stop) for stop in walk.stops], **told, "body": _walk(walk.body)}
     return {"kind": "seq" if isinstance(walk, Seq) else "par", "parts": [_walk(part) for part in walk.parts]}
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mstar.api_keys import DEFAULT_FILE
-from mstar.cli.commands import Commands, Context, Parser
+from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.cli.options import accepting, engine_options, model_options, port, positive, seconds
 from mstar.licences import check_licence
+from mstar.log_format import LOG_FORMATS, begin_logging
 from mstar.registry import Registry, load_object
 from mstar.settings import Settings
 from mstar.spec.errors import SetupError
@@ -35,9 +36,12 @@ _PASSED_ON = (
     "playground",
     "root_path",
     "drain_s",
+    "state_dir",
     "load_wait_s",
     "idle_unload_s",
     "max_loaded",
+    "log_stats",
+    "otel",
 )
 """Arguments that are the server's options of the same name, where they are given."""
 
@@ -120,6 +124,27 @@ def _arguments(parser: Parser) -> None:
         help="the path below which a proxy shows the server, as in /mstar",
     )
     parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="where stored responses, uploaded voices and videos are kept, so that they outlive the server (default: "
+        "memory and a temporary folder)",
+    )
+    parser.add_argument(
+        "--log-format",
+        type=one_of(*LOG_FORMATS),
+        metavar="text|json",
+        help="how log lines look (default: MSTAR_LOG_FORMAT, or text)",
+    )
+    parser.add_argument(
+        "--log-stats",
+        action="store_true",
+        help="log a line for each request to a model, with where its time went",
+    )
+    parser.add_argument(
+        "--otel", type=_collector, metavar="URL", help="send traces to this OpenTelemetry collector (OTLP over HTTP)"
+    )
+    parser.add_argument(
         "--no-playground", action="store_false", dest="playground", help="no page to try the models at /"
     )
     parser.add_argument(
@@ -132,6 +157,8 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> None:
+    if arguments.log_format is not None:
+        begin_logging(context.settings.log_level.upper(), arguments.log_format)
     keys = _distinct([*arguments.keys, *arguments.on_demand])
     settings, registry = accepting(arguments, context, *keys), context.registry
     configs = _configs(arguments, keys)
@@ -250,6 +277,13 @@ def _origin(value: str) -> str:
     parts = urlsplit(value)
     if value != "*" and (parts.scheme not in ("http", "https") or value != f"{parts.scheme}://{parts.netloc}"):
         raise argparse.ArgumentTypeError(f"{value!r} is not an origin such as https://app.example, nor *")
+    return value
+
+
+def _collector(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a URL such as http://localhost:4318")
     return value
 
 

@@ -19,6 +19,7 @@ from mstar.cluster.launch import BEAT, Start, decode_start, open_socket
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import Codec, Command, PhaseReport, Report, WorkerFailed
 from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
+from mstar.log_format import begin_logging
 from mstar.registry import load_object
 from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Cancel, Emit, Failed
@@ -58,9 +59,7 @@ def main(line: bytes) -> NoReturn:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the executor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(
-        level=start.log_level, format=f"%(asctime)s %(levelname)s worker {start.config.key}: %(name)s: %(message)s"
-    )
+    begin_logging(start.log_level, start.log_form, start.config.key)
     pulse = Pulse()
     threading.Thread(target=_watch_parent, args=(start.folder,), name="parent-watch", daemon=True).start()
     threading.Thread(target=_beat, args=(start.beats, start.beat_s, pulse), name="heartbeat", daemon=True).start()

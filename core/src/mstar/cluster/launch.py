@@ -19,6 +19,7 @@ import zmq
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import Codec, Command, Report, Stop
+from mstar.log_format import LogFormat, log_format
 from mstar.settings import LIBRARIES
 from mstar.spec.deployment import Deployment
 from mstar.spec.request import EngineRequest, Push
@@ -43,6 +44,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     :param path: import path. :param folder: the :class:`~mstar.cluster.shm.Arena`. :param beats: file descriptor of the
         heartbeat pipe. :param beat_s: seconds between heartbeats. :param log_level: of the parent's root logger.
+        :param log_form: of its lines.
     """
 
     path: list[str]
@@ -54,6 +56,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     beats: int
     beat_s: float
     log_level: int
+    log_form: LogFormat = "text"
 
 
 def _encode_deployment(value: Any) -> Any:
@@ -109,6 +112,7 @@ def launch(
             beats=writer,
             beat_s=beat_s,
             log_level=logging.getLogger().getEffectiveLevel(),
+            log_form=log_format(),
         )
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, "mstar-worker", config.key],

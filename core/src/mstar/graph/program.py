@@ -60,9 +60,12 @@ class CallOp:
 
 @dataclass(slots=True, eq=False)
 class LoopOp:
+    """*progress*: the stream that hears of each iteration's end."""
+
     stops: tuple[Stop, ...]
     body: int = -1
     exit: int = -1
+    progress: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +162,7 @@ class _Compiler:
             self._par(walk, loops)
 
     def _loop(self, walk: Loop, loops: tuple[LoopOp, ...]) -> None:
-        op, head = LoopOp(walk.stops), len(self.program)
+        op, head = LoopOp(walk.stops, progress=walk.progress), len(self.program)
         self.program.append(op)
         op.body = len(self.program)
         self._emit(walk.body, (*loops, op))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -178,6 +179,16 @@ class RequestRun:
             self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs, heard=told))
         return False
 
+    def _tell(self, loop: LoopOp, name: str, done: int) -> None:
+        """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
+        out = self.out[name]
+        wanted = out.spec.modality in self.request.want or "preview" in self.request.want
+        if out.full or not wanted:
+            return
+        total = min((self.times(stop) for stop in loop.stops if isinstance(stop, Times)), default=0)
+        data = np.array([[done, total]], dtype=np.int64)
+        self._emit(Emit(id=self.request.id, stream=name, seq=out.sent(1, time.monotonic()), data=data))
+
     def _next_walk(self, partition: Partition, outcome: Outcome | None) -> None:
         try:
             run = next(partition.route) if outcome is None else partition.route.send(outcome)
@@ -219,6 +230,8 @@ class RequestRun:
                     pc = op.exit
             elif isinstance(op, LoopEndOp):
                 partition.loops[op.loop] += 1
+                if op.loop.progress is not None:
+                    self._tell(op.loop, op.loop.progress, partition.loops[op.loop])
                 pc = op.head
             elif isinstance(op, ForkOp):
                 partition.joins[op] = len(op.branches)

@@ -13,12 +13,13 @@ shape do, packed ones of any.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from mstar.nn.model import Demand, Model
+from mstar.nn.model import Demand, Model, Outcome, Run
 from mstar.patterns.shapes import DecoderShape
 from mstar.spec.graph import (
+    CLIENT,
     Call,
     Const,
     Entry,
@@ -43,6 +44,7 @@ __all__ = ["DenoiseFacts", "DenoiseLoop"]
 _IDS = Port("ids", "int64", ("T",))
 _INDEX, _BRANCH, _STEPS = (Port(name, "int64", (), "stacked") for name in ("index", "branch", "steps"))
 _GUIDANCE = Port("guidance", "float32", (), "stacked")
+_PROGRESS = Stream("progress", "main", CLIENT, Port("progress", "int64", (2,), "stacked"), "progress")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class DenoiseFacts:
     :param kv: given: reading is an entry of the denoiser and fills a KV cache that its velocity sees, frozen. ``None``:
         a node ``reader`` makes the context.
     :param attention: the reader's attention, if it attends within its prompt: resource ``reader_attention``.
+    :param preview: a further output of the denoiser's update, what there is to see after a step: uint8 ``[H, W, 3]``,
+        stacked and cheap to make (a linear map of the latent, say). ``None``: there are no previews.
     """
 
     latent: Port
@@ -64,6 +68,7 @@ class DenoiseFacts:
     branches: Mapping[str, str] = field(default_factory=lambda: {"cond": "prompt", "uncond": "negative"})
     kv: DecoderShape | None = None
     attention: RaggedAttention | None = None
+    preview: Port | None = None
 
 
 class DenoiseLoop(Model):
@@ -73,8 +78,12 @@ class DenoiseLoop(Model):
     *Nodes.* ``reader.forward(step, ids) -> {CONTEXT}`` (or ``denoiser.read``, with views ``kv`` and ``positions``).
     ``denoiser.velocity(step, LATENT, CONTEXT, branch, index, steps) -> {"velocity"}``, all scalars ``[rows]``:
     *branch* counts the facts' branches from 0, *index* the request's steps from 0 to ``steps - 1``.
-    ``denoiser.update(step, LATENT, index, steps[, guidance], **{branch: velocity}) -> {LATENT}``: guidance and one
-    step of the solver. ``decoder.forward(step, LATENT) -> {ANSWER}``.
+    ``denoiser.update(step, LATENT, index, steps[, guidance], **{branch: velocity}) -> {LATENT[, PREVIEW]}``: guidance
+    and one step of the solver. ``decoder.forward(step, LATENT) -> {ANSWER}``.
+
+    *Progress.* A request that wants ``progress`` hears of each step on a stream of that name; one that wants
+    ``preview`` also sees what there is on a stream ``preview``, if the facts have some. Processors render both with
+    :class:`~mstar.processing.progress.ProgressReport`; the spec names the words in ``outputs``.
 
     *A request* brings LATENT (the processor draws it from the request's seed) and each branch's prompt.
     """
@@ -94,7 +103,7 @@ class DenoiseLoop(Model):
             Call(node, entry, {"ids": prompt}, {facts.context.name: f"context_{branch}"}, context=branch)
             for branch, prompt in facts.branches.items()
         ]
-        loop = Seq(_side_by_side(self._velocities(facts)), self._update(facts))
+        shown = ("denoise",) if facts.preview is None else ("denoise", "denoise_shown")
         show = Call(
             "decoder",
             inputs={facts.latent.name: facts.latent.name},
@@ -102,14 +111,26 @@ class DenoiseLoop(Model):
         )
         return Graph(
             nodes=self._nodes(facts),
-            walks={"denoise": Seq(_side_by_side(reads), Loop(loop, Times(Param("steps"))), show)},
-            partitions=(Partition("main", ("denoise",)),),
-            streams=(facts.answer,),
+            walks={walk: Seq(_side_by_side(reads), self._loop(facts, walk == "denoise_shown"), show) for walk in shown},
+            partitions=(Partition("main", shown),),
+            streams=(facts.answer, _PROGRESS, *_preview_stream(facts)),
             inputs=(
                 *(Port(prompt, "int64", ("T",)) for prompt in dict.fromkeys(facts.branches.values())),
                 facts.latent,
             ),
         )
+
+    def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
+        # a walk of its own, so that nothing is copied to the host for those who do not look
+        shown = self.facts().preview is not None and "preview" in request.want
+        yield Run("denoise_shown" if shown else "denoise")
+
+    def _loop(self, facts: DenoiseFacts, shown: bool) -> Loop:
+        update = self._update(facts)
+        if shown and facts.preview is not None:
+            update = replace(update, emit={facts.preview.name: "preview"})
+        body = Seq(_side_by_side(self._velocities(facts)), update)
+        return Loop(body, Times(Param("steps")), progress="progress")
 
     def _nodes(self, facts: DenoiseFacts) -> tuple[NodeSpec, ...]:
         state = ("kv", "positions") if facts.kv is not None else ()
@@ -131,7 +152,7 @@ class DenoiseLoop(Model):
                     _STEPS,
                     *((_GUIDANCE,) if len(facts.branches) > 1 else ()),
                 ),
-                (facts.latent,),
+                (facts.latent, *(() if facts.preview is None else (facts.preview,))),
             ),
         )
         decoder = NodeSpec("decoder", (Entry(inputs=(facts.latent,), outputs=(facts.answer.port,)),))
@@ -178,6 +199,10 @@ class DenoiseLoop(Model):
         latent = self.latent_tokens(request)
         for branch, prompt in facts.branches.items():
             yield Demand("kv", branch, len(request.inputs[prompt]) + latent)
+
+
+def _preview_stream(facts: DenoiseFacts) -> tuple[Stream, ...]:
+    return () if facts.preview is None else (Stream("preview", "main", CLIENT, facts.preview, "preview"),)
 
 
 def _side_by_side(calls: list[Call]) -> Call | Par:

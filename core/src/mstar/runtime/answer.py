@@ -13,6 +13,7 @@ from msgspec import structs
 from mstar.cluster.base import Executor
 from mstar.runtime.amounts import Made, brought
 from mstar.runtime.family import family_code
+from mstar.runtime.watch import Outcome, Watched
 from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Prepared, Renderer, TextDelta
@@ -86,6 +87,7 @@ class Answer:
         executor: Executor,
         acks: Acks,
         prepare_push: Callable[[str, Any, str, bool], Awaitable[Push]],
+        watched: Watched | None = None,
     ):
         self.spec, self.id = spec, prepared.request.id
         self.prompt_tokens = prepared.prompt_tokens
@@ -104,12 +106,15 @@ class Answer:
         self._heard = False
         self._ended = False
         self._push_order = asyncio.Lock()
+        self._watched = watched
 
     # --- from the engine -------------------------------------------------------------------------------------------
 
     def deliver(self, event: Event) -> None:
         """Take *event* from the executor; it is rendered when the client asks for it."""
         self._inbox.append(event)
+        if self._watched is not None:
+            self._watched.watch.heard(event)
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -173,12 +178,16 @@ class Answer:
         if not self._ended:
             self._executor.cancel(Cancel(id=self.id, reason=reason))
 
-    async def aclose(self) -> None:
-        """Cancel the request and drop what it has not delivered."""
+    def close(self) -> None:
+        """Cancel the request and drop what it has not delivered: nobody reads it any more."""
         self._leave()
         self._deltas.clear()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    async def aclose(self) -> None:
+        """:meth:`close`, for ``contextlib.aclosing``."""
+        self.close()
 
     async def __aenter__(self) -> Answer:
         return self
@@ -191,6 +200,8 @@ class Answer:
         if not getattr(self, "_ended", True):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the worker with it
                 self._loop.call_soon_threadsafe(self._executor.cancel, Cancel(id=self.id))
+                if self._watched is not None:
+                    self._loop.call_soon_threadsafe(self._watched.reader_ended, self._outcome())
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -209,14 +220,16 @@ class Answer:
         self._heard = True
         if isinstance(event, Failed):
             self._ended = True
-            raise request_error(event)
+            error = request_error(event)
+            self._tell_end(error)
+            raise error
         try:
             if isinstance(event, Done):
                 self._end(event, event.reason, event.usage)
             else:
                 self._render(event)
         except BaseException as error:
-            self._leave()
+            self._leave(error)
             if not isinstance(error, Exception):
                 raise
             with family_code(f"{self.spec.key!r} could not render an answer", self.spec.processor):
@@ -239,6 +252,8 @@ class Answer:
         for delta in deltas:
             if type(delta) is not TextDelta:
                 self._made.add(delta)
+                if self._watched is not None:
+                    self._watched.watch.made(delta)
             self._deltas.append((delta, self._rendered))
 
     def _end(self, done: Done | None, reason: str, usage: Usage) -> None:
@@ -246,12 +261,21 @@ class Answer:
         self.completion_tokens = int(usage.output.get("tokens", self.completion_tokens))
         self.usage = structs.replace(usage, input=self._brought, output=self._made.of(usage.output))
         self.finish_reason, self._ended = reason, True
+        self._tell_end()
 
-    def _leave(self) -> None:
-        """Nobody will read on: cancel the request, unless it has ended."""
+    def _leave(self, error: BaseException | None = None) -> None:
+        """Nobody will read on, perhaps because of *error*: cancel the request, unless it has ended."""
         self.cancel()
         self._heard = self._ended = True
         self._inbox.clear()
+        self._tell_end(error)
+
+    def _tell_end(self, error: BaseException | None = None) -> None:
+        if self._watched is not None:
+            self._watched.reader_ended(self._outcome(error))
+
+    def _outcome(self, error: BaseException | None = None) -> Outcome:
+        return Outcome(self.finish_reason, error, self.usage, self.prompt_tokens, self.completion_tokens)
 
     def _check_running(self) -> None:
         if self._ended:

@@ -18,6 +18,7 @@ from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer, request_error
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
+from mstar.runtime.watch import Watched, Watcher
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec, check_wanted
@@ -45,11 +46,13 @@ class Service:
     :param config: for the worker. :param executor_name: an executor registered through ``mstar_executors``; default:
         the deployment's.
     :ivar limits: what the operator set, for listings.
+    :ivar watcher: told of every request from now on; ``None``: nobody is.
     """
 
     def __init__(self, spec: ModelSpec, config: WorkerConfig, registry: Registry, executor_name: str | None = None):
         deployment = config.deployment
         self.spec, self.config = spec, config
+        self.watcher: Watcher | None = None
         self.limits: Mapping[str, Any] = {
             "max_concurrent_requests": deployment.max_concurrent_requests,
             "max_queue": deployment.scheduler.max_queue,
@@ -66,6 +69,7 @@ class Service:
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
         self._open: set[str] = set()  # ids of requests that are being prepared or running
         self._limits: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # of requests that have a time limit
+        self._watched: dict[str, Watched] = {}  # until the worker is done with them
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -163,6 +167,16 @@ class Service:
         """
         check_wanted(self.spec, task.want)
         request_id = request_id or uuid.uuid4().hex
+        if self.watcher is None:
+            return await self._generate(task, request_id, sibling_of, None)
+        watched = Watched(self.watcher.begin(self.spec, task, request_id))
+        try:
+            return await self._generate(task, request_id, sibling_of, watched)
+        except BaseException as error:
+            watched.refused(error)
+            raise
+
+    async def _generate(self, task: Task, request_id: str, sibling_of: str | None, watched: Watched | None) -> Answer:
         self._check_open(request_id)
         self._open.add(request_id)
         self._idle.clear()
@@ -174,7 +188,12 @@ class Service:
                 prepared.request.timeout = deadline - time.monotonic()
                 if prepared.request.timeout <= 0:
                     raise request_error(self._timed_out(request_id))
-            answer = Answer(self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push)
+            if watched is not None:
+                watched.watch.prepared(prepared.request)
+                self._watched[request_id] = watched
+            answer = Answer(
+                self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push, watched
+            )
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
         except BaseException:
@@ -198,6 +217,8 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
+        if self.spec.canvas is not None:
+            self.spec.canvas.check(task)
         with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
             prepared = self.processor.prepare(task, request_id)
             request = prepared.request
@@ -256,10 +277,13 @@ class Service:
             if answer is not None:
                 answer.deliver(event)
             if isinstance(event, _ENDS):
+                if (watched := self._watched.get(event.id)) is not None:
+                    watched.worker_ended(event)
                 self._forget(event.id)
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)
+        self._watched.pop(request_id, None)
         if (limit := self._limits.pop(request_id, None)) is not None:
             limit[1].cancel()
         if not self._open:

@@ -201,6 +201,9 @@ def _stream_uses(graph: Graph) -> tuple[dict[str, set[str]], dict[str, set[str]]
                 for source in call.inputs.values():
                     if isinstance(source, Pull):
                         pulled.setdefault(source.stream, set()).add(partition.name)
+            for loop in _loops_of(graph.walks[walk]) if walk in graph.walks else ():
+                if loop.progress is not None:
+                    emitted.setdefault(loop.progress, set()).add(partition.name)
     return emitted, pulled
 
 
@@ -208,6 +211,9 @@ def _reference_faults(graph: Graph) -> Iterator[str]:
     nodes = {n.name: {e.name: e for e in n.entries} for n in graph.nodes}
     streams = {s.name for s in graph.streams}
     for name, walk in graph.walks.items():
+        for loop in _loops_of(walk):
+            if loop.progress is not None:
+                yield from _progress_faults(f"walk {name!r}: a loop", graph, loop.progress)
         for call in calls_of(walk):
             where = f"walk {name!r}: call of {call.node!r}"
             if call.node not in nodes:
@@ -218,6 +224,16 @@ def _reference_faults(graph: Graph) -> Iterator[str]:
                 yield f"{where}: unknown entry {call.entry!r}{nearest(call.entry, nodes[call.node])}"
                 continue
             yield from _port_faults(where, call, entry, streams)
+
+
+def _progress_faults(where: str, graph: Graph, name: str) -> Iterator[str]:
+    stream = next((s for s in graph.streams if s.name == name), None)
+    if stream is None:
+        yield f"{where}: tells its progress to unknown stream {name!r}{nearest(name, (s.name for s in graph.streams))}"
+    elif stream.target != CLIENT or (stream.port.dtype, stream.port.shape) != ("int64", (2,)):
+        yield f"{where}: progress goes to the client as int64 (2,), stream {name!r} goes to {stream.target!r} as " + (
+            f"{stream.port.dtype} {stream.port.shape}"
+        )
 
 
 def _port_faults(where: str, call: Call, entry: Entry, streams: set[str]) -> Iterator[str]:

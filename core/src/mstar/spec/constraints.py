@@ -119,6 +119,9 @@ def read_constraint(form: Mapping[str, Any], param: str = "response_format") -> 
         raise RequestError(f"{param}: {error}", param=param) from None
     if isinstance(found, Choice) and not (found.choice and all(found.choice)):
         raise RequestError(f"{param}.choice: at least one text, and none that is empty", param=f"{param}.choice")
+    if (remote := _remote_reference(found)) is not None:
+        message = f"{param}: $ref {remote[:80]!r}: only references within the schema ('#/…') are followed"
+        raise RequestError(message, param=param, code="unsupported_value")
     for text in _expressions(found):
         if _bracket_depth(text) > MAX_DEPTH:
             raise RequestError(f"{param}: brackets are nested more than {MAX_DEPTH} deep", param=param)
@@ -156,6 +159,21 @@ def _check_size(form: Mapping[str, Any], param: str) -> None:
         raise RequestError(f"{param}: not valid JSON: {error}", param=param) from None
     if length > MAX_LENGTH:
         raise RequestError(f"{param}: {length} bytes as JSON are more than the limit of {MAX_LENGTH}", param=param)
+
+
+def _remote_reference(constraint: Constraint) -> str | None:
+    """A reference to elsewhere, which the compiler would silently take for "anything"."""
+    todo: list[Any] = [msgspec.to_builtins(constraint)]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            reference = value.get("$ref")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                return reference
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return None
 
 
 def _expressions(constraint: Constraint) -> list[str]:

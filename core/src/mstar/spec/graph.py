@@ -258,10 +258,16 @@ class Par:
 
 @dataclass(frozen=True)
 class Loop:
-    """Repeat *body* until one of *until* holds. The engine iterates it without asking the route."""
+    """Repeat *body* until one of *until* holds. The engine iterates it without asking the route.
+
+    :param progress: a stream to the client that is told after each iteration how many are done and how many there will
+        be (0: not known), as int64 ``[2]``; if the request wants that stream's modality, or ``preview``, which is seen
+        with it; else nothing is sent. A client that does not keep up misses some.
+    """
 
     body: Walk
     until: Stop | tuple[Stop, ...]
+    progress: str | None = None
 
     @property
     def stops(self) -> tuple[Stop, ...]:

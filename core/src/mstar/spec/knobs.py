@@ -57,6 +57,8 @@ class Knobs(BaseModel):
         """Pydantic would read ``"5"`` and ``True`` as numbers, ``"yes"`` and 1 as a flag."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = get_args(annotation) or (annotation,)
+        if isinstance(value, bool) and any(choice == value and choice is not value for choice in _choices(annotation)):
+            raise ValueError("must be a number, not a boolean")  # Python holds 1 and True to be equal
         if bool in kinds:
             if isinstance(value, int | float | str) and not isinstance(value, bool) and type(value) not in kinds:
                 raise ValueError("must be true or false")

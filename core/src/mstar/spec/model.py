@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 
@@ -81,6 +82,8 @@ class ModelSpec:
         into an empty folder: ``function(folder: Path) -> None``, without network. Tests serve it.
     :param examples: ``"module:function"`` that draws a sample request for tests:
         ``function(key: str, rng: random.Random) -> mstar.testing.Example``. Default: short texts.
+    :param canvas: the sizes, lengths and references of a model of pictures or videos. What does not fit is refused
+        before the processor sees it; ``None``: the processor judges.
     """
 
     key: str
@@ -99,6 +102,7 @@ class ModelSpec:
     options: type[Knobs] = Knobs
     tiny: str | None = None
     examples: str | None = None
+    canvas: Canvas | None = None
     live: tuple[LiveInput, ...] = ()
 
 

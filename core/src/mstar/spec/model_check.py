@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import nearest
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec, WeightsRef
@@ -33,6 +34,10 @@ def spec_faults(spec: ModelSpec) -> Iterator[tuple[str, str]]:
         yield "deployment", f"must be a mapping or 'package:file.yaml', not {shown(spec.deployment)}"
     if spec.size is not None and (type(spec.size) is not int or spec.size < 0):
         yield "size", f"must be a number of bytes or None, not {shown(spec.size)}"
+    if isinstance(spec.canvas, Canvas):
+        yield from (("canvas", fault) for fault in spec.canvas.faults())
+    elif spec.canvas is not None:
+        yield "canvas", f"must be a Canvas or None, not {shown(spec.canvas)}"
     yield from _live(spec.live)
     yield from _licence(spec.licence)
     yield from _weights(spec.weights)

@@ -12,7 +12,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
-from mstar.spec.tasks import ChatTask, CompletionTask, Part, Task
+from mstar.spec.tasks import ChatTask, CompletionTask, Part, SpeechTask, Task
 
 __all__ = [
     "ArrayDelta",
@@ -29,6 +29,7 @@ __all__ = [
     "TextDelta",
     "Tokenizes",
     "ToolCallDelta",
+    "Voice",
     "Word",
     "modality",
 ]
@@ -189,6 +190,22 @@ Delta = (
 )
 
 
+@dataclass(frozen=True)
+class Voice:
+    """A voice that a model brings.
+
+    :param id: what requests call it. :param name: for people; default: the id. :param language: code of what it speaks
+        (``en``, ``pt-BR``); ``None``: any that the model speaks. :param gender: ``female``, ``male`` or ``neutral``, if
+        that is known.
+    """
+
+    id: str
+    name: str = ""
+    language: str | None = None
+    gender: str | None = None
+    description: str = ""
+
+
 def modality(delta: Delta) -> str:
     """What clients call it: one of ``ModelSpec.outputs``, or what goes with one (``reasoning``, ``progress``…)."""
     if isinstance(delta, TextDelta):
@@ -241,6 +258,23 @@ class Processor(abc.ABC):
     @abc.abstractmethod
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         """A fresh renderer for one request."""
+
+    def voices(self) -> Sequence[Voice]:
+        """The voices that the model brings. A request that names none gets the model's default."""
+        return ()
+
+    def knows_voice(self, voice: str) -> bool:
+        """Whether *voice* is one of :meth:`voices`, or an expression that the model understands (a blend of several).
+
+        A task's ``voice`` is ``None`` or has passed here. May raise :class:`~mstar.spec.errors.RequestError` to say
+        what is wrong with an expression.
+        """
+        return any(known.id == voice for known in self.voices())
+
+    def pieces(self, task: SpeechTask) -> Sequence[SpeechTask]:
+        """*task* as tasks whose sounds, one after the other, are its answer; each is a request of its own. For models
+        that speak a few sentences well and a page badly (:func:`mstar.processing.sentences.sentence_pieces`)."""
+        return (task,)
 
     def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
         """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.

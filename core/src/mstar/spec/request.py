@@ -20,8 +20,10 @@ __all__ = [
     "Event",
     "Failed",
     "FinishReason",
+    "Profile",
     "Push",
     "SamplingParams",
+    "Stage",
     "TokenLogprob",
     "Usage",
 ]
@@ -74,6 +76,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     :param session: keep state under this name after the request; bounded in number and age.
     :param sibling_of: id of a request with the very same prompt (``n`` samples): share its prompt state.
     :param cache_salt: prefix-cache pages are only shared among requests with the same salt (tenant isolation).
+    :param profile: the last event is to tell where the time went (:class:`Profile`).
+    :param traceparent: the trace that the request belongs to, as W3C spells it; empty where nobody traces.
     """
 
     id: str
@@ -88,6 +92,8 @@ class EngineRequest(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     priority: int = 0
     timeout: float | None = None
     cache_salt: str = ""
+    profile: bool = False
+    traceparent: str = ""
 
 
 class Push(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
@@ -134,6 +140,32 @@ class Usage(msgspec.Struct, kw_only=True):
     run_s: float = 0.0
 
 
+class Stage(msgspec.Struct, kw_only=True):
+    """All calls of one entry of a node for one request. *first* and *last* are seconds from the request's arrival at
+    the worker to its first launch and its last landing; *rows* is the sum of the sizes of the steps that it was in."""
+
+    node: str
+    entry: str
+    first: float
+    last: float = 0.0
+    calls: int = 0
+    tokens: int = 0
+    rows: int = 0
+
+
+class Profile(msgspec.Struct, kw_only=True):
+    """Where a request's time went in its worker.
+
+    :param arrived: Unix seconds. :param queued_s: until it was admitted; ``None`` if it never was.
+    :param ended_s: from arrival to the end. :param stages: in order of their first launches.
+    """
+
+    arrived: float
+    queued_s: float | None
+    ended_s: float
+    stages: list[Stage] = []
+
+
 class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """Items of one stream to the client. For streams of ``tokens`` modality *data* is a list of ints.
 
@@ -157,6 +189,7 @@ class Done(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     reason: FinishReason
     reasons: dict[str, FinishReason] = {}
     usage: Usage = msgspec.field(default_factory=Usage)
+    profile: Profile | None = None
 
 
 class Failed(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
@@ -169,6 +202,7 @@ class Failed(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     type: str = "server_error"
     param: str | None = None
     retry_after: float | None = None
+    profile: Profile | None = None
 
 
 Event = Emit | Done | Failed

@@ -124,6 +124,7 @@ class ChatTask(Task):
     :param tools: as OpenAI spells them (``{"type": "function", "function": {"name", "description", "parameters"}}``).
     :param tool_choice: ``None`` or ``auto`` (the model's choice), ``none``, ``required``, or one tool, as OpenAI spells
         it (``{"type": "function", "function": {"name"}}``). :param parallel_tool_calls: false: at most one call.
+    :param voice: of the sound, where *want* has ``audio``: as in :class:`SpeechTask`.
     """
 
     messages: tuple[Message, ...]
@@ -131,6 +132,7 @@ class ChatTask(Task):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
+    voice: str | None = None
 
     @property
     def media(self) -> tuple[Part, ...]:
@@ -167,8 +169,8 @@ class EmbeddingTask(Task):
 class VoiceSample:
     """A clip whose voice is to be spoken with.
 
-    :param text: its transcript; empty when not known. :param id: the same for the same clip, so that what a model makes
-        of it can be kept; empty when the clip comes with one request only.
+    :param text: its transcript; empty when not known. :param id: the same for the same clip and transcript, so that
+        what a model makes of them can be kept; empty when nobody has computed it.
     """
 
     audio: Audio
@@ -180,7 +182,8 @@ class VoiceSample:
 class SpeechTask(Task):
     """Text to speech. Speed, language and the like are knobs of the model.
 
-    :param voice: a voice that the model brings (``Processor.voices``), or an expression that it understands.
+    :param voice: a voice that the model brings (``Processor.voices``), or an expression that it understands
+        (``Processor.knows_voice``); ``None``: the model's default.
     :param sample: the voice as a clip, for models that clone; then *voice* is ``None``.
     :param instructions: how to speak, for models that take such words.
     """

@@ -34,6 +34,7 @@ from mstar.worker.build import build, runner_name
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.observers import Observers
+from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
@@ -81,9 +82,11 @@ class Worker:
             built.stage,
             built.device,
             built.dtype,
-            self._step_done if self.observers.watched("mstar_step_done") else None,
+            self._step_done,
             opaque if deployment.engine.compile else None,
         )
+        self._totals, self._began = StepTotals(built.plan), time.time()
+        self._steps_watched = self.observers.watched("mstar_step_done")
         if deployment.engine.compile:
             folder = None if config.cache is None else Path(config.cache, "compile")
             compile_regions(built.nodes, deterministic=deployment.engine.deterministic, folder=folder)
@@ -141,6 +144,8 @@ class Worker:
         run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
         timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
         live = Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
+        if request.profile:
+            live.profile = RequestProfile(now)
         if request.session is not None:
             session = live.holding.session = self.sessions.acquire(request.session, request.id, now, request.tenant)
             live.fresh = not session.owners  # a context that goes on has no head to skip
@@ -224,6 +229,10 @@ class Worker:
             "steps": self.engine.steps,
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "began": self._began,
+            "entries": self._totals.report(),
+            "prefix": {"tokens": self.sharing.looked_up, "hits": self.sharing.found},
+            "memory": dict(device_memory(self._device)),
             "observer_failures": self.observers.report(),
         }
 
@@ -337,6 +346,9 @@ class Worker:
         call.flight, call.index = flight, index
         call.done += w.tokens
         call.chunks += 1
+        if live.profile is not None:
+            began = now - (time.perf_counter() - flight.began)
+            live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, len(flight.work), began)
         if not w.complete:
             self._offer(call, now)
         elif live.fresh and call.op.entry.prefix:
@@ -356,6 +368,8 @@ class Worker:
                 self._fail(live, result)
                 continue
             self.engine.learn(flight, index)
+            if live.profile is not None:
+                live.profile.landed(w.call.op.call.node, w.call.op.entry.name)
             if w.complete:
                 self._complete(live, w.call, result)
         self.trace.routed(flight)
@@ -366,7 +380,9 @@ class Worker:
         self._guarded(live, lambda: live.run.complete(call, outputs, logprobs))
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
-        self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
+        self._totals.add(node, entry, rows, tokens, seconds)
+        if self._steps_watched:
+            self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
 
     # --- requests end -------------------------------------------------------------------------------------------------
     def _finish(self, live: Live, reason: str | None = None) -> None:
@@ -387,6 +403,8 @@ class Worker:
         if live.started is not None:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
+        if live.profile is not None:
+            event.profile = live.profile.done(live.started)
         self._events.append(event)
         self.observers.call("mstar_request_ended", request=live.request, event=event)
         self.sharing.computed(live)

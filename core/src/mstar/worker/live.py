@@ -9,6 +9,7 @@ from mstar.graph.run import RequestRun
 from mstar.spec.errors import RequestError
 from mstar.spec.request import Amount, Done, EngineRequest, Failed, Usage
 from mstar.worker.admission import Holding
+from mstar.worker.profile import RequestProfile
 
 __all__ = ["Live", "failure"]
 
@@ -25,12 +26,14 @@ class Live:
     started: float | None = None
     cached: int = 0
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
+    profile: RequestProfile | None = None  # for requests that ask for it
     siblings: list[Live] = field(default_factory=list)
 
     @property
     def answering(self) -> bool:
         """Whether it has a first token or other output."""
-        return bool(self.run.generated) or any(out.items for out in self.run.out.values())
+        outputs = (out for out in self.run.out.values() if out.spec.modality != "progress")
+        return bool(self.run.generated) or any(out.items for out in outputs)
 
     def done(self, reason: str | None = None) -> Done:
         """Its end as it should be; *reason* is found from how its loops ended, unless given."""
@@ -44,6 +47,8 @@ class Live:
         output: dict[str, Amount] = {}
         for stream in self.run.out.values():
             modality = stream.spec.modality
+            if modality == "progress":
+                continue  # says something about the output and is none
             output[modality] = output.get(modality, 0) + stream.items
         # What language models made, also for a codec; a transducer's tokens are in its stream only.
         if generated := sum(self.run.generated.values()):

@@ -15,6 +15,7 @@ __all__ = ["PromptSharing"]
 class PromptSharing:
     """A request that names a sibling starts when the sibling's prompt is computed, and takes it over.
 
+    :ivar looked_up: tokens of prompts that might have been known. :ivar found: those that were.
     :param live: requests by id. :param owner_of: whose state a call uses in a resource. :param start: begins a
         request's routes.
     """
@@ -28,6 +29,7 @@ class PromptSharing:
         start: Callable[[Live], None],
     ):
         self._resources, self._live, self._owner_of, self._start = resources, live, owner_of, start
+        self.looked_up = self.found = 0
         self._possible = any(entry.prefix for node in plan.graph.nodes for entry in node.entries)
 
     def waits(self, live: Live) -> bool:
@@ -49,6 +51,9 @@ class PromptSharing:
             shares.append((self._resources[name], self._owner_of(live, name, call), parent))
         hits = [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]
         skipped = min(hits, default=0)
+        if hits:
+            self.looked_up += len(ids)
+            self.found += max(skipped, 0)
         if skipped <= 0:
             return
         for resource, owner, parent in shares:

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 
 from mstar_server.media.audio import decode_audio
-from mstar_server.media.images import decode_frames, decode_image
+from mstar_server.media.images import decode_frames, decode_image, decode_mask
 from mstar_server.media.kinds import HEAD_BYTES, sniff
 from mstar_server.media.limits import MediaFault, MediaLimits, Sampling
 from mstar_server.media.output import Decoded, Output
@@ -39,6 +39,11 @@ Decoder = Callable[[int, Job, Output], Decoded]
 def _image(fd: int, job: Job, output: Output) -> Decoded:
     with _opened(fd) as file:
         return decode_image(file, job.limits, output)
+
+
+def _mask(fd: int, job: Job, output: Output) -> Decoded:
+    with _opened(fd) as file:
+        return decode_mask(file, job.limits, output)
 
 
 def _frames(fd: int, job: Job, output: Output) -> Decoded:
@@ -76,5 +81,5 @@ def _opened(fd: int) -> BinaryIO:
 
 
 DECODERS: Mapping[str, Decoder] = {
-    "image": _image, "frames": _frames, "audio": _audio, "video": _video, "any": _any,
+    "image": _image, "mask": _mask, "frames": _frames, "audio": _audio, "video": _video, "any": _any,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from mstar_server.media.kinds import HEAD_BYTES, IMAGE_FORMATS, require
 from mstar_server.media.limits import MediaFault, MediaLimits, damaged
 from mstar_server.media.output import ArrayRef, Decoded, Output
 
-__all__ = ["decode_frames", "decode_image"]
+__all__ = ["decode_frames", "decode_image", "decode_mask"]
 
 Pillow.MAX_IMAGE_PIXELS = None  # the limit is ours, and judged in _open
 
@@ -30,6 +30,25 @@ def decode_image(file: BinaryIO, limits: MediaLimits, output: Output) -> Decoded
     pixels = _pixels(file, limits)
     output.write(pixels)
     return Decoded(frames=ArrayRef("uint8", pixels.shape, 0))
+
+
+def decode_mask(file: BinaryIO, limits: MediaLimits, output: Output) -> Decoded:
+    """The opacity of the first frame, upright, uint8 ``[H, W]``. Raises :class:`MediaFault`, also when the image has
+    none."""
+    require(file.read(HEAD_BYTES), "image")
+    file.seek(0)
+    image = _open(file, limits)
+    if "A" not in image.getbands() and "a" not in image.getbands() and "transparency" not in image.info:
+        message = "the mask has no transparency: transparent pixels (of a PNG or WebP) say where the image is edited"
+        raise MediaFault(message, "invalid_image")
+    try:
+        opacity = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[:, :, 3]
+    except MemoryError:
+        raise
+    except Exception as error:  # as in _pixels
+        raise damaged("image", error) from None
+    output.write(opacity)
+    return Decoded(frames=ArrayRef("uint8", opacity.shape, 0))
 
 
 def decode_frames(file: BinaryIO, sizes: tuple[int, ...], fps: float, limits: MediaLimits, output: Output) -> Decoded:

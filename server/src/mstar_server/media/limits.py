@@ -10,8 +10,9 @@ from mstar_server.options import ServerOptions
 
 __all__ = ["DEFAULT_SAMPLING", "Kind", "MediaFault", "MediaLimits", "Sampling", "damaged"]
 
-Kind = Literal["image", "audio", "video", "any"]
-"""What a file is decoded as. ``any``: as what its first bytes say, of the kinds that the caller takes."""
+Kind = Literal["image", "mask", "audio", "video", "any"]
+"""What a file is decoded as. ``any``: as what its first bytes say, of the kinds that the caller takes. ``mask``: an
+image, of which only the opacity counts: uint8 ``[H, W]``, 0 where it is transparent."""
 
 
 class MediaLimits(msgspec.Struct, frozen=True):

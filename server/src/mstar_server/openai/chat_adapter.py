@@ -31,8 +31,6 @@ __all__ = ["ChatAdapter"]
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "modalities": (["text"], []),
-    "audio": (),
     "prediction": (),
     "web_search_options": (),
     "verbosity": (),
@@ -66,13 +64,30 @@ class ChatAdapter:
             tool_choice=tool_choice(body.tool_choice, tools),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             response_format=body.response_format,
-            want=("text",),
+            want=("text", "audio") if self._sound(body) else ("text",),
+            voice=None if body.audio is None else body.audio.voice_name,
             stop=stop_strings(body.stop),
             include_stop=bool(body.include_stop_str_in_output),
             logprobs=_logprobs(body),
             logit_bias=logit_bias(body.logit_bias),
         )
         return samples(task, choices(body.n, self.options))
+
+    def _sound(self, body: ChatRequest) -> bool:
+        """Whether the answer shall be heard as well as read."""
+        asked = body.modalities or ("text",)
+        stranger = next((name for name in asked if name not in ("text", "audio")), None)
+        if stranger is not None or ("audio" in asked and "audio" not in self.spec.outputs):
+            message = f"'modalities': {stranger or 'audio'!r} is not supported by {self.spec.key!r} on this route"
+            raise RequestError(message, param="modalities", code="unsupported_parameter")
+        if "audio" not in asked:
+            if body.audio is not None:
+                raise RequestError("'audio' needs 'modalities': ['text', 'audio']", param="audio")
+            return False
+        if body.audio is None:
+            message = "'audio' is required with 'modalities' of sound: {'voice': …, 'format': 'wav'}"
+            raise RequestError(message, param="audio", code="missing_required_parameter")
+        return True
 
     def _messages(self, messages: Sequence[ChatMessage], media: Mapping[str, Part]) -> tuple[Message, ...]:
         if not messages:
@@ -87,7 +102,10 @@ class ChatAdapter:
 def _message(message: ChatMessage, where: str, media: Mapping[str, Part]) -> Message:
     calls = message.tool_calls or ()
     if message.content is None and not (message.role == "assistant" and (calls or message.refusal)):
-        raise RequestError(f"'{where}.content' is required for role {message.role!r}", param=f"{where}.content")
+        why = f"for role {message.role!r}"
+        if message.audio is not None:
+            why += ": the sound of earlier answers is not kept, send its transcript"
+        raise RequestError(f"'{where}.content' is required {why}", param=f"{where}.content")
     if calls and message.role != "assistant":
         raise RequestError(f"'{where}.tool_calls' is for role 'assistant' only", param=f"{where}.tool_calls")
     if message.role == "tool" and not message.tool_call_id:

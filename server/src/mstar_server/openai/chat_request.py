@@ -16,9 +16,10 @@ from pydantic_core import PydanticCustomError
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
+from mstar_server.openai.speech_request import VoiceId
 from mstar_server.openai.text_request import TextRequest, Whole
 
-__all__ = ["ChatMessage", "ChatRequest", "ContentPart"]
+__all__ = ["ChatAudio", "ChatMessage", "ChatRequest", "ContentPart"]
 
 
 class _Body(BaseModel):
@@ -50,6 +51,18 @@ class ContentPart(_Body):
     file: dict[str, Any] | None = None
     prompt_cache_breakpoint: Any = Field(None, description="Accepted and ignored.")
     cache_control: Any = Field(None, description="Accepted and ignored.")
+
+
+class ChatAudio(_Body):
+    """How an answer shall sound."""
+
+    voice: str | VoiceId | None = Field(None, description="As on `/v1/audio/speech`, of the model's own voices.")
+    format: Literal["wav", "aac", "mp3", "flac", "opus", "pcm16"]
+
+    @property
+    def voice_name(self) -> str | None:
+        name = self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+        return None if name == "default" else name
 
 
 class ChatMessage(_Body):
@@ -87,7 +100,7 @@ class ChatRequest(TextRequest):
     function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
-    audio: dict[str, Any] | None = None
+    audio: ChatAudio | None = Field(None, description="For answers with sound: `modalities` has `audio`.")
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     reasoning_effort: str | None = Field(None, description="For models that have a knob of this name.")

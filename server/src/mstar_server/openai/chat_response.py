@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
-from mstar.spec.processor import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from mstar.spec.processor import AudioDelta, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from mstar.spec.request import TokenLogprob
+from mstar_server.media.encode.sound import heavy
+from mstar_server.openai.chat_voice import ChatVoice, whole_voice
 from mstar_server.openai.text_answers import Head, finish_reason, texts, usage_object
 from mstar_server.protocols import Answer
 
@@ -41,9 +43,10 @@ class ChatChunks:
 
     :param usage: the client asked for usage: every chunk has the field, null until the last.
     :param token_bytes: set when the client asked for log-probabilities.
+    :param sound: format of the sound, for answers that are heard: what is said is its transcript then.
     """
 
-    def __init__(self, head: Head, usage: bool, token_bytes: Callable[[int], bytes] | None):
+    def __init__(self, head: Head, usage: bool, token_bytes: Callable[[int], bytes] | None, sound: str | None = None):
         common = {
             "id": head.id,
             "object": "chat.completion.chunk",
@@ -55,6 +58,8 @@ class ChatChunks:
         self._suffix = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         self._token_bytes, self._usage = token_bytes, usage
         self._reasoning, self._called = 0, set[int]()
+        self._sound, self._voices, self._created = sound, dict[int, ChatVoice](), head.created
+        self.heavy = sound is not None and heavy(sound)
         self.keepalive = self._choice(0, b'{"content":""}')
 
     def begin(self, index: int) -> bytes:
@@ -68,7 +73,13 @@ class ChatChunks:
             if self._token_bytes is not None and delta.logprobs:
                 entries = logprob_entries(delta.logprobs, self._token_bytes)
                 logprobs = _encode({"content": entries, "refusal": None})
+            if self._sound is not None:
+                said = self._voice(index).piece(transcript=delta.text)
+                return self._choice(index, _encode({"audio": said}), logprobs)
             return self._choice(index, b'{"content":' + _encode(delta.text) + b"}", logprobs)
+        if isinstance(delta, AudioDelta) and self._sound is not None:
+            heard = self._voice(index).feed(delta)
+            return self._choice(index, _encode({"audio": heard})) if heard else b""
         if isinstance(delta, ReasoningDelta):
             self._reasoning += len(delta.tokens)
             return self._choice(index, b'{"reasoning_content":' + _encode(delta.text) + b"}") if delta.text else b""
@@ -79,13 +90,22 @@ class ChatChunks:
 
     def finish(self, index: int, answer: Answer) -> bytes:
         reason = chat_finish(answer.finish_reason, index in self._called)
+        ending = b""
+        if self._sound is not None:
+            ending = b"".join([self._choice(index, _encode({"audio": p})) for p in self._voice(index).finish()])
         # an empty text rather than no field: some clients choke on a delta with neither role nor content
-        return self._choice(index, b'{"content":""}', finish=_encode(reason))
+        return ending + self._choice(index, b'{"content":""}', finish=_encode(reason))
 
     def usage(self, answers: Sequence[Answer]) -> bytes:
         if not self._usage:
             return b""
         return self._prefix + b'],"usage":' + _encode(usage_object(answers, None, self._reasoning)) + b"}\n\n"
+
+    def _voice(self, index: int) -> ChatVoice:
+        assert self._sound is not None
+        if index not in self._voices:
+            self._voices[index] = ChatVoice(self._sound, self._created)
+        return self._voices[index]
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -98,8 +118,9 @@ def chat_completion(
     answers: Sequence[Answer],
     deltas: Sequence[Sequence[Delta]],
     token_bytes: Callable[[int], bytes] | None,
+    sound: str | None = None,
 ) -> bytes:
-    """The whole answer: one choice per answer, from its *deltas*."""
+    """The whole answer: one choice per answer, from its *deltas*. *sound*: as for :class:`ChatChunks`."""
     choices, reasoning = [], 0
     for index, (answer, said) in enumerate(zip(answers, deltas, strict=True)):
         logprobs = None
@@ -108,6 +129,8 @@ def chat_completion(
             logprobs = {"content": entries, "refusal": None}
         reasoning += sum(len(delta.tokens) for delta in said if isinstance(delta, ReasoningDelta))
         message = _message(said)
+        if sound is not None and (voice := whole_voice(said, sound, head.created, message["content"])):
+            message |= {"content": None, "audio": voice}
         reason = chat_finish(answer.finish_reason, "tool_calls" in message)
         choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
     return _encode(

@@ -27,6 +27,8 @@ class CompletionChunks:
     :param samples: answers per prompt.
     """
 
+    heavy = False
+
     def __init__(self, head: Head, usage: bool, token_bytes: TokenBytes | None, prompts: Sequence[str], samples: int):
         self._head, self._usage, self._token_bytes = head, usage, token_bytes
         self._prompts, self._samples = prompts, samples

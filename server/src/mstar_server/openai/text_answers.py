@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from mstar import __version__
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
-from mstar.spec.processor import Delta, Processor, TextDelta
+from mstar.spec.processor import AudioDelta, Delta, Processor, TextDelta
 from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error, error_object
@@ -24,7 +25,17 @@ from mstar_server.protocols import Answer, Service
 from mstar_server.sse import DONE, EventStream, data_event
 from mstar_server.state import ServerState
 
-__all__ = ["Chunks", "Head", "collect", "finish_reason", "respond", "stream", "token_bytes_of", "usage_object"]
+__all__ = [
+    "Chunks",
+    "Head",
+    "check_room",
+    "collect",
+    "finish_reason",
+    "respond",
+    "stream",
+    "token_bytes_of",
+    "usage_object",
+]
 
 _FINISH = {"stop": "stop", "length": "length", "done": "stop", "end_of_input": "stop"}
 
@@ -54,9 +65,13 @@ def fingerprint(spec: ModelSpec) -> str:
 
 
 class Chunks(Protocol):
-    """Encodes the chunks of one stream, as server-sent events."""
+    """Encodes the chunks of one stream, as server-sent events.
+
+    :ivar heavy: encoding a delta takes long enough to need a thread.
+    """
 
     keepalive: bytes
+    heavy: bool
 
     def begin(self, index: int) -> bytes:
         """What a choice opens with; may be empty."""
@@ -87,14 +102,14 @@ async def respond(
         many tasks.
     """
     state: ServerState = request.app.state.mstar
-    _check_room(service, len(tasks), samples_param)
+    check_room(service, len(tasks), samples_param)
     if chunks is None:
         return await _whole(service, tasks, head, samples, whole)
     merged = await begin(service, tasks, head.id, state.options.keepalive_s, samples)
     return EventStream(stream(merged, chunks, state.options.keepalive_s), "text/event-stream", merged.close)
 
 
-def _check_room(service: Service, answers: int, param: str) -> None:
+def check_room(service: Service, answers: int, param: str) -> None:
     """More answers than the model can ever hold at once would be "too busy" for ever."""
     limits = service.limits
     most = limits.get("max_concurrent_requests", answers) + limits.get("max_queue", 0)
@@ -106,7 +121,9 @@ def _check_room(service: Service, answers: int, param: str) -> None:
 
 async def _whole(service: Service, tasks: Sequence[Task], head: Head, samples: int, whole: Whole) -> Response:
     answers, deltas = await collect(service, tasks, head.id, samples)
-    return Response(whole(head, answers, deltas), media_type="application/json")
+    encode = partial(whole, head, answers, deltas)
+    heard = any(isinstance(delta, AudioDelta) for said in deltas for delta in said)
+    return Response(await asyncio.to_thread(encode) if heard else encode(), media_type="application/json")
 
 
 async def collect(
@@ -143,19 +160,20 @@ async def stream(merged: Merged, chunks: Chunks, keepalive_s: float) -> AsyncGen
             yield opening
         while not merged.done:
             batch = await merged.next_batch(keepalive_s)
-            parts = [] if batch else [chunks.keepalive]
-            for index, delta in batch:
-                if delta is None:
-                    parts.append(chunks.finish(index, merged.answers[index]))
-                else:
-                    parts.append(chunks.delta(index, delta))
-            if data := b"".join(parts):
+            encode = partial(_encode, chunks, batch, merged.answers)
+            if data := (await asyncio.to_thread(encode) if chunks.heavy else encode()):
                 yield data
         if data := chunks.usage(merged.answers):
             yield data
         yield DONE
     except Exception as error:  # the status line is out: the error becomes the stream's last event
         yield data_event(error_object(as_request_error(error)))
+
+
+def _encode(chunks: Chunks, batch: Sequence[tuple[int, Delta | None]], answers: Sequence[Answer]) -> bytes:
+    if not batch:
+        return chunks.keepalive
+    return b"".join([chunks.finish(i, answers[i]) if delta is None else chunks.delta(i, delta) for i, delta in batch])
 
 
 def finish_reason(reason: str | None) -> str:

@@ -11,7 +11,10 @@ from mstar.runtime.family import family_code
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import ChatChunks, chat_completion
+from mstar_server.openai.chat_voice import SOUND_FORMATS
+from mstar_server.openai.speakers import known_voice
 from mstar_server.openai.text_answers import Head, respond, token_bytes_of
+from mstar_server.openapi import answers
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -19,13 +22,23 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", tags=["OpenAI"], summary="Answer a chat", response_model=None)
+@router.post(
+    "/v1/chat/completions",
+    tags=["OpenAI"],
+    summary="Answer a chat",
+    response_model=None,
+    responses=answers("A chat completion, or its chunks", "application/json", "text/event-stream"),
+)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
         tasks = await chat_tasks(adapter, body, service.spec, state.media)
+    sound = None
+    if body.audio is not None:
+        sound = SOUND_FORMATS[body.audio.format]
+        await known_voice(body.audio.voice_name, service.spec, await state.processor(service), "audio.voice")
     head = Head.of(service, "chatcmpl")
     token_bytes = token_bytes_of(await state.processor(service)) if body.logprobs else None
     usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -35,6 +48,6 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         tasks,
         head,
         samples=len(tasks),
-        whole=partial(chat_completion, token_bytes=token_bytes),
-        chunks=ChatChunks(head, usage, token_bytes) if body.stream else None,
+        whole=partial(chat_completion, token_bytes=token_bytes, sound=sound),
+        chunks=ChatChunks(head, usage, token_bytes, sound) if body.stream else None,
     )

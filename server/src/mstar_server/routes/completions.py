@@ -15,6 +15,7 @@ from mstar.spec.tasks import CompletionTask
 from mstar_server.openai.completion_request import CompletionRequest
 from mstar_server.openai.completion_response import CompletionChunks, completion
 from mstar_server.openai.text_answers import Head, respond, token_bytes_of
+from mstar_server.openapi import answers
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -22,7 +23,13 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/completions", tags=["OpenAI"], summary="Go on with a text", response_model=None)
+@router.post(
+    "/v1/completions",
+    tags=["OpenAI"],
+    summary="Go on with a text",
+    response_model=None,
+    responses=answers("A completion, or its chunks", "application/json", "text/event-stream"),
+)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "completion")

@@ -11,6 +11,7 @@ from mstar.runtime.family import family_code
 from mstar_server.openai.embeddings import EmbeddingRequest
 from mstar_server.openai.embeddings import embeddings as whole
 from mstar_server.openai.text_answers import Head, respond
+from mstar_server.openapi import answers
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -18,7 +19,13 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/embeddings", tags=["OpenAI"], summary="Texts to vectors", response_model=None)
+@router.post(
+    "/v1/embeddings",
+    tags=["OpenAI"],
+    summary="Texts to vectors",
+    response_model=None,
+    responses=answers("A list of embeddings", "application/json"),
+)
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "embedding")

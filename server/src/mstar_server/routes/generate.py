@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -18,9 +17,11 @@ from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error
+from mstar_server.json_body import read_json
 from mstar_server.media.uploads import open_form
 from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task, with_files
 from mstar_server.native.response import delta_object, done_object, error_event, is_heavy, whole_object
+from mstar_server.openapi import answers
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, json_line
@@ -48,7 +49,13 @@ _BODY = {
 }
 
 
-@router.post("/generate", summary="Ask a model for anything it can make", openapi_extra=_BODY, response_model=None)
+@router.post(
+    "/generate",
+    summary="Ask a model for anything it can make",
+    openapi_extra=_BODY,
+    response_model=None,
+    responses=answers("All outputs, or one JSON line for each delta", "application/json", "application/x-ndjson"),
+)
 async def generate(request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     native = await _read(request, state.options)
@@ -72,11 +79,7 @@ async def _read(request: Request, options: ServerOptions) -> NativeRequest:
     if media_type != "application/json":
         message = f"send multipart/form-data or application/json, not {media_type or 'a body without Content-Type'!r}"
         raise RequestError(message, code="unsupported_media_type", status=415)
-    try:
-        value = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    return await asyncio.to_thread(from_json, value, options)
+    return await asyncio.to_thread(from_json, await read_json(request), options)
 
 
 async def _whole(service: Service, task: GenerateTask, request_id: str) -> Response:

@@ -13,5 +13,6 @@ router = APIRouter()
 
 @router.websocket("/generate/ws")
 async def generate_ws(websocket: WebSocket) -> None:
+    """Live requests, and many at once on one connection"""
     await websocket.accept()
     await Socket(websocket, websocket.app.state.mstar).run()

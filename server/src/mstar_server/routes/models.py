@@ -13,7 +13,7 @@ from mstar_server.on_demand import OnDemand, model_state
 from mstar_server.protocols import Service
 from mstar_server.state import ROUTES, ServerState
 
-__all__ = ["router"]
+__all__ = ["describe_model", "router"]
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -21,13 +21,13 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", summary="The models that this server has")
 async def list_models(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return {"object": "list", "data": [_describe(s, state) for s in state.services.values()]}
+    return {"object": "list", "data": [describe_model(s, state) for s in state.services.values()]}
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return _describe(state.find(model), state)
+    return describe_model(state.find(model), state)
 
 
 @router.post("/v1/models/{model:path}/load", summary="Load a model now; waits as a request would")
@@ -36,7 +36,7 @@ async def load_model(model: str, request: Request) -> dict[str, Any]:
     service = state.find(model)
     if isinstance(service, OnDemand):
         await service.load(force=True)
-    return _describe(service, state)
+    return describe_model(service, state)
 
 
 @router.post("/v1/models/{model:path}/unload", summary="Unload a model that nobody uses")
@@ -49,10 +49,11 @@ async def unload_model(model: str, request: Request) -> dict[str, Any]:
         )
         raise RequestError(message, param="model", code="always_loaded", status=409)
     await service.unload()
-    return _describe(service, state)
+    return describe_model(service, state)
 
 
-def _describe(service: Service, state: ServerState) -> dict[str, Any]:
+def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
+    """What listings say of a model."""
     spec = service.spec
     return {
         "id": spec.key,
@@ -67,6 +68,7 @@ def _describe(service: Service, state: ServerState) -> dict[str, Any]:
         "live": [dataclasses.asdict(stream) for stream in spec.live],
         "licence": _licence(spec),
         "limits": dict(service.limits),
+        "canvas": None if spec.canvas is None else dataclasses.asdict(spec.canvas),
         "knobs": spec.knobs.model_json_schema().get("properties", {}),
     }
 

@@ -23,6 +23,7 @@ from mstar_server.openai.responses.items import Event, Items
 from mstar_server.openai.responses.request import ResponseRequest, Translation, translate
 from mstar_server.openai.responses.store import ResponseStore, Stored
 from mstar_server.openai.text_answers import collect, token_bytes_of
+from mstar_server.openapi import answers
 from mstar_server.protocols import Answer
 from mstar_server.sse import EventStream
 from mstar_server.state import ServerState
@@ -34,7 +35,12 @@ router = APIRouter(tags=["OpenAI"])
 _encode = msgspec.json.Encoder().encode
 
 
-@router.post("/v1/responses", summary="Answer a turn", response_model=None)
+@router.post(
+    "/v1/responses",
+    summary="Answer a turn",
+    response_model=None,
+    responses=answers("A response, or its events", "application/json", "text/event-stream"),
+)
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")
@@ -65,7 +71,12 @@ async def _tasks(adapter: Any, translation: Translation, spec: ModelSpec, media:
         raise translation.blame(error) from None
 
 
-@router.get("/v1/responses/{response_id}", summary="A stored response")
+@router.get(
+    "/v1/responses/{response_id}",
+    summary="A stored response",
+    response_model=None,
+    responses=answers("The response", "application/json"),
+)
 async def get_response(
     response_id: str, request: Request, stream: bool = Query(False, description="Not supported.")
 ) -> Response:
@@ -78,7 +89,12 @@ async def get_response(
     return Response(_encode(stored.response), media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}/input_items", summary="What a stored response answers")
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="What a stored response answers",
+    response_model=None,
+    responses=answers("A page of items", "application/json"),
+)
 async def list_input_items(
     response_id: str,
     request: Request,

@@ -10,7 +10,7 @@ import pytest
 
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
-from mstar.spec.processor import Delta, Prepared, TextDelta, modality
+from mstar.spec.processor import Delta, Prepared, ProgressDelta, TextDelta, modality
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.drive import Driver
 from mstar.testing.examples import Example, task_for
@@ -110,6 +110,8 @@ def _take_out(missing: dict[str, None], subject: Subject, driver: Driver, reques
         return
     for delta in deltas:
         missing.pop(modality(delta), None)
+        if isinstance(delta, ProgressDelta) and delta.preview is not None:
+            missing.pop("preview", None)
 
 
 def _deltas(

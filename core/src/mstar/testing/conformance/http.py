@@ -5,9 +5,12 @@ The core never imports the server: it is looked up by name, and these checks are
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import io
 import json
 import pkgutil
+import wave
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
@@ -21,6 +24,8 @@ from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
+from mstar.testing.conformance import http_pictures
+from mstar.testing.conformance.http_pictures import picture_body
 from mstar.testing.conformance.knob_values import bad_values
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.conformance.uploads import chat_content, files, unsendable
@@ -60,9 +65,9 @@ class HttpChecks:
         if reason := unsendable(example.parts):
             pytest.skip(f"{spec.key!r}: {reason}")
         with _serving(mstar_model) as server:
-            asked = [ability for ability in ("generate", "chat") if ability in spec.abilities]
+            asked = [ability for ability in _WRONG if ability in spec.abilities]
             if not asked:
-                pytest.skip(f"{spec.key!r} is served neither on /generate nor on /v1/chat/completions")
+                pytest.skip(f"{spec.key!r} is served on none of {', '.join(server.routes[a] for a in _WRONG)}")
             for ability in asked:
                 _refusals(server, ability, example)
             if server.status()["steps"]:
@@ -72,7 +77,7 @@ class HttpChecks:
 def _refusals(server: _Server, ability: str, example: Example) -> None:
     """Send what must be refused on *ability*'s route."""
     route, spec = server.routes[ability], server.spec
-    body = _generate_body(spec, example) if ability == "generate" else _chat_body(spec, example)
+    body = _BODIES[ability](spec, example)
     for name, value, why in (*bad_values(spec.knobs), ("no_such_knob", 1, "unknown")):
         knobs = {"model_kwargs": {**body["model_kwargs"], name: value}} if ability == "generate" else {name: value}
         server.check_refused(route, {**body, **knobs}, name, f"{name}={json.dumps(value)[:60]}, which is {why}")
@@ -84,6 +89,8 @@ def _refusals(server: _Server, ability: str, example: Example) -> None:
 _WRONG: Mapping[str, Sequence[tuple[str, Any]]] = {
     "generate": (("text", 7), ("model_kwargs", "x"), ("output_modalities", [1]), ("files", [7]), ("nonsense", 1)),
     "chat": (("messages", []), ("messages", "x"), ("messages", [{"role": "nobody", "content": "x"}]), ("nonsense", 1)),
+    "image": (("prompt", ""), ("size", "0x0"), ("size", "big"), ("n", 0), ("output_format", "x"), ("nonsense", 1)),
+    "video": (("prompt", ""), ("size", "0x0"), ("size", "big"), ("seconds", 0), ("seconds", "x"), ("nonsense", 1)),
 }
 
 
@@ -147,6 +154,7 @@ def _serving(subject: Subject) -> Iterator[_Server]:
             yield _Server(subject, service, client)
         finally:
             portal.call(service.stop)
+            portal.call(app.state.mstar.close)
 
 
 # --- one function per ability -----------------------------------------------------------------------------------------
@@ -213,7 +221,39 @@ def _embedding(server: _Server, route: str, example: Example) -> None:
         fail(f"{server.spec.key!r}: POST {route} did not give two vectors of one size for two texts: {data}")
 
 
-_ROUND_TRIPS = {"generate": _generate, "chat": _chat, "completion": _completion, "embedding": _embedding}
+def _speech(server: _Server, route: str, example: Example) -> None:
+    """A whole file says how long it is, and what is streamed is the same sound."""
+    key = server.spec.key
+    knobs = {name: value for name, value in example.knobs.items() if name in server.spec.knobs.model_fields}
+    body = {"model": key, "input": example.text if example.text.strip() else "a", **knobs}
+    file = server.post(route, {**body, "response_format": "wav"})
+    with wave.open(io.BytesIO(file.content)) as clip:
+        rate, whole = clip.getframerate(), clip.readframes(clip.getnframes())
+    if not whole or int(file.headers["x-sample-rate"]) != rate:
+        fail(f"{key!r}: POST {route} answered {len(whole)} bytes of sound at {rate} Hz, with headers {file.headers}")
+    streamed = server.post(route, {**body, "response_format": "pcm", "stream": True}).content
+    if streamed != whole:
+        fail(f"{key!r}: POST {route} gives {len(whole)} bytes of sound whole and {len(streamed)} others streamed")
+    events = server.post(route, {**body, "response_format": "pcm", "stream_format": "sse"}).text
+    lines = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: ")]
+    if lines[-1]["type"] != "speech.audio.done":
+        fail(f"{key!r}: the events of POST {route} end with {lines[-1]}")
+    if b"".join(base64.b64decode(line["audio"]) for line in lines[:-1]) != whole:
+        fail(f"{key!r}: the events of POST {route} carry another sound than the whole answer")
+    server.check_refused(route, {**body, "voice": "no such voice"}, "voice", "a voice that there is not")
+
+
+_BODIES = {"generate": _generate_body, "chat": _chat_body, "image": picture_body, "video": picture_body}
+_ROUND_TRIPS = {
+    "generate": _generate,
+    "chat": _chat,
+    "completion": _completion,
+    "embedding": _embedding,
+    "image": http_pictures.image,
+    "image_edit": http_pictures.edit,
+    "video": http_pictures.video,
+    "speech": _speech,
+}
 
 
 def _live(server: _Server, example: Example) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
+from mstar.spec.canvas import Canvas, Lengths, Sizes
 from mstar.spec.model import Ability, LiveInput
-from mstar.testing.miniatures.common import RATE, VOCAB, Example, Miniature, MiniKnobs, decode, encode
+from mstar.spec.tasks import Image
+from mstar.testing.miniatures.common import FPS, RATE, VOCAB, Example, Miniature, MiniKnobs, decode, encode
 
 __all__ = ["MINIATURES", "VOCAB"]
 
@@ -24,6 +26,13 @@ PADS = 2  # frames that the talker adds after its input has ended
 WINDOW = 4
 CONTROLS = 3
 CHUNK = 4
+SOUND = 1000  # samples that go with each of them
+FLICKER = 16  # how much brighter each frame is than the last
+LOUDNESS = 1 / 512  # of speech and of chats with sound, so that no sample leaves -1…1
+PIECE = 24  # characters that the speaking miniature takes at once
+
+
+Size = tuple[int, int]  # width and height
 
 
 # --- closed forms
@@ -83,6 +92,27 @@ def fir_answer(codes: list[int]) -> np.ndarray:
     return np.repeat(np.asarray(filtered, dtype=np.float32), FRAME)
 
 
+def voice_ids(voice: str | None, sample: np.ndarray | None = None) -> list[int]:
+    """What stands before the text: the first letters of the voices that are blended, or a sample's length."""
+    if sample is not None:
+        return [len(sample) % VOCAB]
+    return [] if voice is None else [encode(name)[0] for name in voice.split("+")]
+
+
+def speech_answer(text: str, count: int = 16, voice: str | None = None, sample: np.ndarray | None = None) -> np.ndarray:
+    """The sound of *text* in one piece."""
+    codes = continue_sum([*voice_ids(voice, sample), *encode(text)], count)
+    sound: np.ndarray = fir_answer(codes) * np.float32(LOUDNESS)
+    return sound
+
+
+def omni_speech(text: str, count: int = 16, voice: str | None = None) -> tuple[str, np.ndarray]:
+    """What is said to a chat of one message, and its sound."""
+    tokens = continue_sum([*voice_ids(voice), *encode(text)], count)
+    sound: np.ndarray = fir_answer(talker_answer(tokens)) * np.float32(LOUDNESS)
+    return decode(tokens), sound
+
+
 def talker_answer(tokens: list[int]) -> list[int]:
     """The sum of each frame's codebooks, over the thinker's tokens and the pads after them."""
     state, sums = 0, []
@@ -109,6 +139,13 @@ def denoise_answer(prompt: list[int], negative: list[int], latent: np.ndarray, s
         x = x - (uncond + scale * (cond - uncond)) / steps
     picture: np.ndarray = np.rint(x.clip(0, 255))
     return picture
+
+
+def video_answer(canvas: np.ndarray, frames: int) -> dict[str, Any]:
+    """Each frame is brighter than the last; the sound is a sawtooth of 200 Hz."""
+    shown = (canvas[None].astype(np.int64) + FLICKER * np.arange(frames)[:, None, None, None]) % 256
+    sound = np.arange(frames * SOUND) % 40 / 80 - 0.25
+    return {"video": shown.astype(np.float32), "audio": sound.astype(np.float32)}
 
 
 def rollout_answer(drive: float, windows: int, start: float = 0.0) -> np.ndarray:
@@ -143,6 +180,10 @@ class DenoiseKnobs(MiniKnobs):
     size: int = Field(2, ge=1, le=8, description="Side of the picture in pixels.")
 
 
+class VideoKnobs(MiniKnobs):
+    frames: Literal[1, 5, 9, 13, 17, 21, 25, 29, 33] = Field(5, description="Length where no seconds are given.")
+
+
 class RolloutKnobs(MiniKnobs):
     windows: int = Field(3, ge=1, le=64, description="Windows to roll forward.")
     drive: float = Field(1.0, ge=-8, le=8, description="The action of every window.")
@@ -153,10 +194,25 @@ class UnifiedKnobs(MiniKnobs):
     points: int = Field(3, ge=1, le=9, description="Points of the canvas.")
 
 
-def latent_for(text: str, size: int) -> np.ndarray:
-    """A start latent ``[size, size, 3]`` that depends on the text alone."""
-    count = size * size * 3
-    return (np.arange(count, dtype=np.float32) * 7 + len(text)).reshape(size, size, 3) % 32
+def latent_for(text: str, size: Size, seed: int = 0, images: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """A start latent ``[height, width, 3]`` that depends on the text, the seed and the colours of *images*."""
+    count = size[0] * size[1] * 3
+    latent = (np.arange(count, dtype=np.float32) * 7 + len(text) + seed % 16).reshape(size[1], size[0], 3) % 32
+    for image in images:
+        latent += image.reshape(-1, 3).mean(0, dtype=np.float64).astype(np.float32) / 8
+    return latent
+
+
+def picture_of(text: str, size: Size, seed: int = 0, images: Sequence[np.ndarray] = ()) -> np.ndarray:
+    """A video's first frame ``[height, width, 3]``: the first of *images*, of the video's size, else two areas whose
+    colours depend on the text and the seed."""
+    width, height = size
+    if images:
+        rows, columns = (np.arange(n) * len(a) // n for n, a in ((height, images[0]), (width, images[0][0])))
+        return images[0][rows][:, columns].astype(np.float32)
+    base = 8 * (len(text) + seed % 16) + 64 * np.arange(3)
+    area = 32 * (np.arange(width) >= width // 2)
+    return np.broadcast_to((base + area[:, None]) % 256, (height, width, 3)).astype(np.float32)
 
 
 def canvas_for(points: int) -> np.ndarray:
@@ -204,6 +260,10 @@ def _denoise_example(rng: random.Random) -> Example:
     return Example(_text(rng, 12), knobs)
 
 
+def _video_example(rng: random.Random) -> Example:
+    return Example(_text(rng, 12), {"frames": rng.choice([1, 5, 9])})
+
+
 def _count(example: Example) -> int:
     count: int = example.knobs.get("max_tokens", 16)
     return count
@@ -231,7 +291,18 @@ def _omni(example: Example) -> Mapping[str, Any]:
 def _denoise(example: Example) -> Mapping[str, Any]:
     k = DenoiseKnobs(**example.knobs)
     ids = encode(example.text)
-    return {"image": denoise_answer(ids, [1], latent_for(example.text, k.size), k.steps, k.guidance)[None]}
+    latent = latent_for(example.text, (k.size, k.size), k.seed or 0, pictures(example.parts))
+    return {"image": denoise_answer(ids, [1], latent, k.steps, k.guidance)[None]}
+
+
+def _video(example: Example) -> Mapping[str, Any]:
+    k = VideoKnobs(**example.knobs)
+    return video_answer(picture_of(example.text, VIDEO_SIZE, k.seed or 0, pictures(example.parts)), k.frames)
+
+
+def pictures(parts: Sequence[Any]) -> list[np.ndarray]:
+    """The pixels of the images among *parts*."""
+    return [part.pixels for part in parts if isinstance(part, Image)]
 
 
 def _unified(example: Example) -> Mapping[str, Any]:
@@ -239,6 +310,8 @@ def _unified(example: Example) -> Mapping[str, Any]:
     return unified_answer(encode(example.text), _count(example), canvas_for(k.points), k.steps)
 
 
+VIDEO_SIZE = (16, 16)  # where a request names none
+_PICTURES = Sizes(multiple=2, min_side=2, max_side=512, max_pixels=65536)
 _MODELS = "mstar.testing.miniatures."
 _PROCESSORS = "mstar.testing.miniatures.processors:"
 _TEXT = {"text": "text"}
@@ -297,6 +370,9 @@ MINIATURES = (
         {"audio": "audio"},
         _text_example,
         _speech,
+        abilities=("generate", "speech"),
+        inputs=("text", "audio"),
+        prepare=_PROCESSORS + "SpeechProcessor",
     ),
     Miniature(
         "mini_omni",
@@ -306,6 +382,7 @@ MINIATURES = (
         _text_example,
         _omni,
         abilities=("generate", "chat"),
+        prepare=_PROCESSORS + "VoiceProcessor",
     ),
     Miniature(
         "mini_duplex",
@@ -334,8 +411,26 @@ MINIATURES = (
         _denoise_example,
         _denoise,
         knobs=DenoiseKnobs,
+        abilities=("generate", "image", "image_edit"),
         prepare=_PROCESSORS + "DenoiseProcessor",
         tolerance=1.0,
+        inputs=("text", "image"),
+        told=("preview", "progress"),
+        canvas=Canvas(_PICTURES, references=4, masks=True),
+    ),
+    Miniature(
+        "mini_video",
+        "shape 10: a video with sound, rolled forward frame by frame",
+        _MODELS + "video:Clip",
+        {"video": "video", "audio": "audio"},
+        _video_example,
+        _video,
+        knobs=VideoKnobs,
+        abilities=("generate", "video"),
+        prepare=_PROCESSORS + "VideoProcessor",
+        inputs=("text", "image"),
+        told=("progress",),
+        canvas=Canvas(_PICTURES, Lengths(FPS, max_frames=33, first=1, step=4), references=1),
     ),
     Miniature(
         "mini_rollout",

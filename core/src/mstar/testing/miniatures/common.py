@@ -11,8 +11,10 @@ import numpy as np
 from pydantic import Field
 
 from mstar.processing.constraints import checked_grammar
+from mstar.processing.progress import ProgressReport
 from mstar.processing.text import TextRenderer
 from mstar.resources.grammars import GrammarCompiler
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
 from mstar.spec.model import Ability, Licence, LiveInput, ModelSpec
@@ -32,6 +34,7 @@ from mstar.spec.tasks import (
     CompletionTask,
     EmbeddingTask,
     GenerateTask,
+    Image,
     ImageTask,
     SpeechTask,
     Task,
@@ -46,6 +49,7 @@ __all__ = [
     "Example",
     "MiniKnobs",
     "MiniProcessor",
+    "MiniRenderer",
     "Miniature",
     "decode",
     "encode",
@@ -57,6 +61,7 @@ ALPHABET = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP<>{}[]":,/0123456789 .'
 """Room for JSON, and for tags around it."""
 VOCAB = len(ALPHABET)
 RATE = 8000
+FPS = 8
 
 
 def encode(text: str) -> list[int]:
@@ -91,7 +96,8 @@ class Miniature:
 
     :param streams: client stream → modality of what it carries. :param feeds: streams that the client feeds.
     :param example: draws a request. :param expected: stream → the whole of what that stream must carry for an example:
-        a string for text, else an array. :param tolerance: absolute, for arrays.
+        a string for text, else an array. :param tolerance: absolute, for arrays. :param told: further modalities, heard
+        only by those who ask.
     """
 
     key: str
@@ -102,9 +108,12 @@ class Miniature:
     expected: Callable[[Example], Mapping[str, Any]]
     knobs: type[Knobs] = MiniKnobs
     abilities: tuple[Ability, ...] = ("generate",)
+    inputs: tuple[str, ...] = ("text",)
     feeds: tuple[LiveInput, ...] = ()
     prepare: str = ""
     tolerance: float = 0.0
+    told: tuple[str, ...] = ()
+    canvas: Canvas | None = None
     deployment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -124,7 +133,9 @@ class Miniature:
             processor=self.prepare or "mstar.testing.miniatures.common:MiniProcessor",
             knobs=self.knobs,
             abilities=self.abilities,
-            outputs=tuple(sorted(set(self.streams.values()))),
+            inputs=self.inputs,
+            outputs=tuple(sorted({*self.streams.values(), *self.told})),
+            canvas=self.canvas,
             deployment={"device": "cpu", "dtype": "float32", "engine": {"threads": 1}, **self.deployment},
             live=self.feeds,
             examples="mstar.testing.miniatures:draw",
@@ -171,8 +182,13 @@ class MiniProcessor(Processor):
             raise RequestError("the text must not be empty", param=_FIELDS.get(type(task), "text"))
         return {"prompt": np.array(ids, dtype=np.int64)}
 
+    def params(self, task: Task) -> dict[str, Any]:
+        """What the graph may read of the request."""
+        values: dict[str, Any] = task.knobs.model_dump()
+        return values
+
     def prepare(self, task: Task, request_id: str) -> Prepared:
-        _refuse_media(task)
+        self._refuse_media(task)
         if isinstance(task, EmbeddingTask) and task.dimensions is not None:
             raise RequestError("dimensions: this model's vectors have one size", param="dimensions")
         knobs = task.knobs
@@ -203,7 +219,7 @@ class MiniProcessor(Processor):
         request = EngineRequest(
             id=request_id,
             inputs=inputs,
-            params=knobs.model_dump(),
+            params=self.params(task),
             sampling=sampling,
             want=task.want,
             client_streams=task.live,
@@ -212,6 +228,15 @@ class MiniProcessor(Processor):
         )
         hidden = stop if grammar is not None else ()
         return Prepared(request, prompt_tokens=len(encode(text_of(task))) if inputs else 0, state=hidden)
+
+    def _refuse_media(self, task: Task) -> None:
+        takes = (Text, Image) if "image" in self.context.spec.inputs else (Text,)
+        parts = [(f"parts[{i}]", part) for i, part in enumerate(task.parts)] if isinstance(task, GenerateTask) else []
+        for i, message in enumerate(task.messages if isinstance(task, ChatTask) else ()):
+            parts += [(f"messages[{i}].content", part) for part in message.content]
+        for where, part in parts:
+            if not isinstance(part, takes):
+                raise RequestError(f"{where}: this miniature reads no {type(part).__name__}", param=where)
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         from mstar.testing.miniatures import miniature
@@ -229,15 +254,6 @@ def _decode_ids(ids: Sequence[int], field: str) -> str:
     return decode(ids)
 
 
-def _refuse_media(task: Task) -> None:
-    parts = [(f"parts[{i}]", part) for i, part in enumerate(task.parts)] if isinstance(task, GenerateTask) else []
-    for i, message in enumerate(task.messages if isinstance(task, ChatTask) else ()):
-        parts += [(f"messages[{i}].content", part) for part in message.content]
-    for where, part in parts:
-        if not isinstance(part, Text):
-            raise RequestError(f"{where}: miniatures read text only, not {type(part).__name__}", param=where)
-
-
 def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
     stop = knobs.stop_token if isinstance(knobs, MiniKnobs) else None
     return () if stop is None else (stop,)
@@ -246,11 +262,12 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 class MiniRenderer(Renderer):
     """*task*'s stop strings end the answer, whichever stream of text they are in.
 
-    :param hidden: tokens that end an answer and are not shown.
+    :param hidden: tokens that end an answer and are not shown. :param loudness: what samples are multiplied by; routes
+        that answer with sound clip it to -1…1.
     """
 
-    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int]):
-        self.streams = streams
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int], loudness: float = 1.0):
+        self.streams, self.loudness, self.progress = streams, loudness, ProgressReport()
         self._texts = {
             stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
             for stream, modality in streams.items()
@@ -258,16 +275,22 @@ class MiniRenderer(Renderer):
         }
 
     def feed(self, event: Emit) -> Iterable[Delta]:
+        if self.progress.hears(event):
+            yield from self.progress.feed(event)
+            return
         modality = self.streams[event.stream]
         if modality == "text":
             text = self._texts[event.stream]
             yield from text.feed(event)
             self.finished = text.finished
         elif modality == "audio":
-            yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
+            samples = np.asarray(event.data, dtype=np.float32).reshape(-1)
+            yield AudioDelta(samples * self.loudness, RATE, event.stream)
         elif modality == "image":
             for frame in np.asarray(event.data):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
+        elif modality == "video":
+            yield FramesDelta(np.asarray(event.data, np.uint8), FPS, event.stream)
         else:
             yield ArrayDelta(np.asarray(event.data), modality, event.stream)
 

@@ -84,7 +84,8 @@ class Dit(Node):
         """One Euler step of size 1/steps."""
         shape = (-1, *[1] * (latent.ndim - 1))
         guided = uncond + guidance.view(shape) * (cond - uncond)
-        return {"latent": latent - guided / steps.view(shape)}
+        latent = latent - guided / steps.view(shape)
+        return {"latent": latent, "preview": latent.clamp(0, 255).round().to(torch.uint8)}
 
 
 class Picture(Node):
@@ -97,7 +98,8 @@ class Denoise(DenoiseLoop):
 
     def facts(self) -> DenoiseFacts:
         latent = Port("latent", "float32", ("H", "W", 3), "stacked")
-        return DenoiseFacts(latent, Port("seen", "int64", (), "stacked"), IMAGE, kv=SHAPE)
+        preview = Port("preview", "uint8", ("H", "W", 3), "stacked")
+        return DenoiseFacts(latent, Port("seen", "int64", (), "stacked"), IMAGE, kv=SHAPE, preview=preview)
 
     def latent_tokens(self, request: EngineRequest) -> int:
         return 1

@@ -20,6 +20,7 @@ __all__ = [
     "audio_encoder",
     "content_type",
     "encode_audio",
+    "encoded_rate",
     "nearest_rate",
     "wav_header",
 ]
@@ -89,6 +90,11 @@ def encode_audio(samples: Any, rate: int, name: str, bit_rate: int | None = None
     encoder.feed(samples)
     encoder.finish()
     return out.getvalue()
+
+
+def encoded_rate(name: str, rate: int) -> int:
+    """The rate at which format *name* keeps samples at *rate* Hz."""
+    return nearest_rate(rate, _CODECS[name][2]) if name in _CODECS else rate
 
 
 def wav_header(rate: int, channel_count: int, data_bytes: int | None) -> bytes:

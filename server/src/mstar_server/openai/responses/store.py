@@ -58,7 +58,9 @@ class ResponseStore:
             self._base.execute("PRAGMA synchronous=NORMAL")
             self._base.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise SetupError(f"responses cannot be stored in {file}: {error}; --store names another file") from None
+            raise SetupError(
+                f"responses cannot be stored in {file}: {error}; --state-dir names another folder"
+            ) from None
 
     async def put(self, tenant: str, stored: Stored) -> None:
         row = (

@@ -1,0 +1,144 @@
+"""Pictures as OpenAI's clients expect them: whole, or as events of a stream with looks at them in between.
+
+Everything here encodes pictures, which takes milliseconds to seconds: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
+from mstar_server.media.encode.images import base64_text, encode_image
+from mstar_server.openai.image_request import ImageRequest
+from mstar_server.protocols import Answer
+
+__all__ = ["ImageEvents", "images_response"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How pictures are encoded, and what an answer says about it."""
+
+    format: str
+    quality: int
+
+    @classmethod
+    def of(cls, body: ImageRequest) -> _Form:
+        quality = body.output_compression
+        return cls(body.output_format or "png", 100 if quality is None else quality)
+
+    def encode(self, pixels: Any) -> str:
+        return base64_text(encode_image(pixels, self.format, self.quality))
+
+
+def images_response(body: ImageRequest, answers: Sequence[Answer], deltas: Sequence[Sequence[Delta]]) -> bytes:
+    """The whole answer: the pictures of all *answers*, in their order. A model may give several for one task."""
+    form, size = _Form.of(body), "auto"
+    data = []
+    for said in deltas:
+        for pixels in _pictures(said):
+            size = _size(pixels)
+            data.append({"b64_json": form.encode(pixels)})
+    return _encode(
+        {
+            "created": int(time.time()),
+            "data": data,
+            "background": "opaque",
+            "output_format": form.format,
+            "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
+            "size": size,
+            "usage": _usage(answers),
+        }
+    )
+
+
+class ImageEvents:
+    """The events of one stream.
+
+    :param kind: ``image_generation`` or ``image_edit``: the first word of the events' types.
+    """
+
+    def __init__(self, kind: str, body: ImageRequest):
+        self._kind, self._body, self._form = kind, body, _Form.of(body)
+        self._made: dict[int, Any] = {}
+        self._looks: dict[int, int] = {}
+        self._told = {"step": 0, "total": 0}
+
+    def delta(self, which: int, delta: Delta) -> bytes:
+        """What *delta* of picture *which* is worth: a look at it when it is time for one, else nothing."""
+        if isinstance(delta, FramesDelta):
+            for pixels in delta.frames:
+                if which in self._made:  # the model gives more than one
+                    raise RuntimeError("a task for one picture gave several")
+                self._made[which] = pixels
+        elif isinstance(delta, ProgressDelta):
+            self._told = {"step": delta.step, "total": delta.total}
+            if delta.preview is not None and self._is_time(which, delta):
+                return self._look(which, delta.preview)
+        return b""
+
+    def finish(self, which: int, answer: Answer) -> bytes:
+        if which not in self._made:
+            raise RuntimeError("a task for a picture gave none")
+        pixels = self._made.pop(which)
+        return self._event("completed", pixels, {"usage": _usage([answer]), "image_index": which})
+
+    def keepalive(self) -> bytes:
+        """After a silence: how far it is."""
+        kind = f"{self._kind}.in_progress"
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **self._told}))
+
+    def _is_time(self, which: int, delta: ProgressDelta) -> bool:
+        """Whether the next look is due: they are spread evenly over the steps, and the last step is the picture."""
+        looks, wanted = self._looks.get(which, 0), self._body.partial_images or 0
+        if looks >= wanted or not delta.total or delta.step >= delta.total:
+            return False
+        return delta.step * (wanted + 1) >= delta.total * (looks + 1)
+
+    def _look(self, which: int, pixels: Any) -> bytes:
+        number = self._looks.get(which, 0)
+        self._looks[which] = number + 1
+        return self._event("partial_image", pixels, {"partial_image_index": number, "image_index": which})
+
+    def _event(self, what: str, pixels: Any, more: dict[str, Any]) -> bytes:
+        kind = f"{self._kind}.{what}"
+        event = {
+            "type": kind,
+            "b64_json": self._form.encode(pixels),
+            "created_at": int(time.time()),
+            "size": _size(pixels),
+            "quality": self._body.quality or "auto",
+            "background": self._body.background or "opaque",
+            "output_format": self._form.format,
+            **more,
+        }
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
+
+
+def _pictures(said: Sequence[Delta]) -> list[Any]:
+    return [pixels for delta in said if isinstance(delta, FramesDelta) for pixels in delta.frames]
+
+
+def _size(pixels: Any) -> str:
+    return f"{pixels.shape[1]}x{pixels.shape[0]}"
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of the prompts; pictures are counted as such, and cost no tokens."""
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    made = sum(answer.usage.output.get("images", 0) for answer in answers if answer.usage is not None)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"text_tokens": prompt, "image_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"text_tokens": 0, "image_tokens": 0},
+        "total_tokens": prompt,
+        "images": made,
+    }

@@ -1,0 +1,89 @@
+"""``POST /v1/images/generations`` and ``POST /v1/images/edits``."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mstar.runtime.family import family_code
+from mstar.spec.tasks import Task
+from mstar_server.answers import Merged, begin
+from mstar_server.errors import as_request_error, error_object
+from mstar_server.openai.forms import read_body
+from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
+from mstar_server.openai.image_response import ImageEvents, images_response
+from mstar_server.openai.schemas import body_of
+from mstar_server.openai.text_answers import check_room, collect
+from mstar_server.protocols import Service
+from mstar_server.sse import EventStream, data_event
+from mstar_server.state import ServerState
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["OpenAI"])
+
+_FILES = ("image", "mask")
+
+
+@router.post(
+    "/v1/images/generations",
+    summary="Make pictures from words",
+    openapi_extra=body_of(ImageRequest),
+    response_model=None,
+)
+async def generations(request: Request) -> Response:
+    return await _answer(request, ImageRequest, (), "image", "image_generation")
+
+
+@router.post(
+    "/v1/images/edits",
+    summary="Make pictures from words and pictures",
+    openapi_extra=body_of(ImageEditRequest, _FILES),
+    response_model=None,
+)
+async def edits(request: Request) -> Response:
+    return await _answer(request, ImageEditRequest, _FILES, "image_edit", "image_edit")
+
+
+async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str], ability: str, kind: str) -> Response:
+    state: ServerState = request.app.state.mstar
+    body, uploads = await read_body(request, cls, files, state.options)
+    service = state.ready(body.model, ability)
+    items = image_items(body, uploads, service.spec)
+    media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
+    adapter = state.adapter(ability, service)
+    with family_code(f"{service.spec.key!r} could not read a request for pictures", type(adapter).__module__):
+        tasks = adapter.tasks(body, media)
+    check_room(service, len(tasks), "n")
+    name = f"img-{uuid.uuid4().hex}"
+    if not body.stream:
+        return await _whole(service, tasks, name, body)
+    merged = await begin(service, tasks, name, state.options.keepalive_s, samples=1)
+    events = _events(merged, ImageEvents(kind, body), state.options.keepalive_s)
+    return EventStream(events, "text/event-stream", merged.close)
+
+
+async def _whole(service: Service, tasks: Sequence[Task], name: str, body: ImageRequest) -> Response:
+    answers, deltas = await collect(service, tasks, name, samples=1)
+    data = await asyncio.to_thread(images_response, body, answers, deltas)
+    return Response(data, media_type="application/json")
+
+
+async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> AsyncGenerator[bytes, None]:
+    try:
+        while not merged.done:
+            batch: Sequence[tuple[int, Any]] = await merged.next_batch(keepalive_s)
+            if not batch:
+                yield events.keepalive()
+            for which, delta in batch:
+                if delta is None:
+                    yield await asyncio.to_thread(events.finish, which, merged.answers[which])
+                elif data := await asyncio.to_thread(events.delta, which, delta):
+                    yield data
+    except Exception as error:  # the status line is out: the error becomes the stream's last event
+        yield b"event: error\n" + data_event(error_object(as_request_error(error)))

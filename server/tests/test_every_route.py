@@ -1,0 +1,106 @@
+"""Rules that hold on every route, whoever wrote it: the routes are taken from the router."""
+
+import pytest
+
+from mstar_server.app import create_app
+from mstar_server.state import ROUTES
+
+FILE = {"file": ("a.wav", b"RIFF", "audio/wav")}
+IMAGE = {"image": ("a.png", b"\x89PNG", "image/png")}
+
+ASKS = {
+    "chat": {"json": {"messages": [{"role": "user", "content": "hi"}]}},
+    "completion": {"json": {"prompt": "hi"}},
+    "embedding": {"json": {"input": "hi"}},
+    "speech": {"json": {"input": "hi", "voice": "alloy"}},
+    "transcription": {"data": {}, "files": FILE},
+    "translation": {"data": {}, "files": FILE},
+    "image": {"json": {"prompt": "hi"}},
+    "image_edit": {"data": {"prompt": "hi"}, "files": IMAGE},
+    "video": {"json": {"prompt": "hi"}},
+    "generate": {"json": {"text": "hi"}},
+}
+"""A request for each ability, without its model."""
+
+
+def ask(ability, model):
+    """The request for *ability* to *model*, as a client sends it."""
+    (kind, body), *files = ASKS[ability].items()
+    return {kind: {**body, "model": model}, **dict(files)}
+
+
+@pytest.fixture
+def mounted(kit):
+    """Ability → route, of those that this server has and that are no websockets."""
+    app = create_app({}, kit.Hooks())
+    posts = {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
+    found = {ability: route for ability, route in ROUTES.items() if route in posts}
+    assert found.keys() <= ASKS.keys(), "a new route: say here how it is asked"
+    return found
+
+
+def service(kit, ability):
+    """A model with no other ability."""
+    return kit.Service(kit.HELLO, key="tiny", abilities=(ability,))
+
+
+async def test_e22_a_model_that_cannot_names_the_route_that_can(kit, mounted):
+    for ability, route in mounted.items():
+        able = "chat" if ability != "chat" else "generate"
+        async with kit.client(service(kit, able)) as client:
+            answer = await client.post(route, **ask(ability, "tiny"))
+        assert answer.status_code in (400, 404), (route, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == "model", (route, error)
+        assert ROUTES[able] in error["message"], (route, error)
+
+
+async def test_a_model_that_does_not_exist_is_a_404_with_the_nearest(kit, mounted):
+    for ability, route in mounted.items():
+        async with kit.client(service(kit, ability)) as client:
+            answer = await client.post(route, **ask(ability, "tinny"))
+        assert answer.status_code == 404, (route, answer.text)
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found"), (route, error)
+        assert "'tiny'" in error["message"], (route, error)
+
+
+async def test_an_unknown_field_is_named_with_the_nearest(kit, mounted):
+    """A misspelt field that passed would be a wish that nobody hears."""
+    for ability, route in mounted.items():
+        sent = ask(ability, "tiny")
+        kind = next(iter(sent))
+        known = [name for name in sent[kind] if name != "model"] or ["model"]
+        sent[kind][f"{known[0]}z"] = "hi"
+        spoken = kit.Service(kit.HELLO, abilities=(ability,))
+        async with kit.client(spoken) as client:
+            answer = await client.post(route, **sent)
+        assert answer.status_code == 400, (route, answer.text)
+        error = answer.json()["error"]
+        assert error["param"] == f"{known[0]}z", (route, error)
+        assert known[0] in error["message"], (route, error)
+        assert not spoken.tasks, route
+
+
+def test_every_operation_documents_its_answers(kit):
+    document = create_app({}, kit.Hooks()).openapi()
+    assert "HTTPValidationError" not in document["components"]["schemas"], "a form that is never sent"
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            where = f"{method} {path}"
+            answers = operation["responses"]
+            assert operation.get("summary"), where
+            for status, answer in answers.items():
+                content = answer.get("content", {})
+                if status.startswith("2"):
+                    assert content or status == "204", where
+                elif path != "/health/ready":
+                    schema = content["application/json"]["schema"]
+                    assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}, f"{where}: {status}"
+            assert {"400", "401", "404", "429", "500", "503"} <= answers.keys(), where
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs"])
+async def test_the_document_is_served(kit, path):
+    async with kit.client() as client:
+        assert (await client.get(path)).status_code == 200

@@ -1,0 +1,259 @@
+"""Speech from a scripted model: what goes wrong while it is made, and pieces that follow one another."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import soundfile
+from pydantic import Field
+
+from mstar.spec.errors import NotReady, RequestError, TooBusy
+from mstar.spec.knobs import Knobs
+from mstar.spec.processor import AudioDelta
+from mstar_server import spoken
+from mstar_server.spoken import Spoken
+
+TONE = AudioDelta(np.full(800, 0.25, np.float32), 8000)
+PCM = np.full(800, 8192, "<i2").tobytes()
+
+
+class SpeechKnobs(Knobs):
+    speed: float = Field(1.0, ge=0.5, le=2, description="Of the speech.")
+
+
+@pytest.fixture
+def speaking(kit: Any) -> Callable[..., Any]:
+    """Makes a model that speaks by a script, which may depend on the request's number."""
+
+    def make(script: Sequence[Any] | Callable[[int], Sequence[Any]] = (TONE,), **spec: Any) -> Any:
+        return kit.Service(script, **{"abilities": ("speech",), "knobs": SpeechKnobs, **spec})
+
+    return make
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"model": "tiny", "input": "hi", "response_format": "pcm", **changes}
+
+
+async def ask(kit: Any, service: Any, **changes: Any) -> httpx.Response:
+    async with kit.client(service) as client:
+        return await client.post("/v1/audio/speech", json=body(**changes))
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# --- ends and errors --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": False}, {"stream_format": "sse"}])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(TooBusy("full"), 429), (NotReady("gone"), 503), (RequestError("no", param="input"), 400), (ValueError("x"), 500)],
+)
+async def test_errors_before_the_first_sound_have_their_status(
+    kit: Any, speaking: Any, error: Exception, status: int, how: dict[str, Any]
+) -> None:
+    assert (await ask(kit, speaking([error]), **how)).status_code == status
+    service = speaking()
+    service.refuse = error
+    assert (await ask(kit, service, **how)).status_code == status
+
+
+@pytest.mark.parametrize("name", ["pcm", "mp3", "wav"])
+async def test_an_error_after_it_breaks_the_connection(kit: Any, speaking: Any, name: str) -> None:
+    """Nobody takes half of the sound for all of it."""
+    service = speaking([TONE, TONE, RequestError("lost", status=500)])
+    async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json=body(response_format=name, stream=True))
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_an_error_after_it_is_the_last_event(kit: Any, speaking: Any) -> None:
+    reply = await ask(kit, speaking([TONE, RequestError("lost", status=500)]), stream_format="sse")
+    sound, error = lines(reply.text)
+    assert base64.b64decode(sound["audio"]) == PCM
+    assert (error["type"], error["error"]["message"]) == ("error", "lost")
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": False}, {"stream_format": "sse"}, {"input": "a|b"}])
+async def test_no_sound_at_all_is_no_empty_file(kit: Any, speaking: Any, how: dict[str, Any]) -> None:
+    """D1"""
+    reply = await ask(kit, speaking([AudioDelta(np.zeros(0, np.float32), 8000)]), **how)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "nothing_to_speak")
+
+
+async def test_silence_of_the_model_is_kept_alive(kit: Any, speaking: Any) -> None:
+    """A33, A34"""
+    gate = asyncio.Event()
+    service = speaking([TONE, gate, TONE])
+    async with kit.client(service, keepalive_s=0.02) as client:
+        asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(stream_format="sse")))
+        await until(lambda: bool(service.answers) and service.answers[0].said == 1)
+        await asyncio.sleep(0.1)
+        gate.set()
+        events = lines((await asking).text)
+    assert events[1] == {"type": "speech.audio.delta", "audio": ""}
+    assert b"".join(base64.b64decode(event.get("audio", "")) for event in events) == 2 * PCM
+
+
+async def test_stereo_is_told_and_kept(kit: Any, speaking: Any) -> None:
+    both = AudioDelta(np.tile(np.array([[0.5, -0.5]], np.float32), (100, 1)), 16_000)
+    reply = await ask(kit, speaking([both]))
+    assert (reply.headers["x-sample-rate"], reply.headers["x-audio-channels"]) == ("16000", "2")
+    assert reply.headers["content-type"] == "audio/pcm;rate=16000;channels=2"
+    whole = await ask(kit, speaking([both]), response_format="flac")
+    samples, rate = soundfile.read(io.BytesIO(whole.content))
+    assert (samples.shape, rate) == ((100, 2), 16_000)
+
+
+async def test_a_rate_that_changes_is_an_error_not_noise(kit: Any, speaking: Any) -> None:
+    other = AudioDelta(TONE.samples, 16_000)
+    assert (await ask(kit, speaking([TONE, other]), stream=False)).status_code == 500
+    *_, last = lines((await ask(kit, speaking([TONE, other]), stream_format="sse")).text)
+    assert last["type"] == "error"
+
+
+async def test_a_client_that_leaves_cancels_what_runs(kit: Any, speaking: Any) -> None:
+    """Whole or streamed, before and after the first sound."""
+    for script in ([asyncio.Event()], [TONE, asyncio.Event()]):
+        for how in ({}, {"stream": False}, {"stream_format": "sse"}):
+            service = speaking(script)
+            async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post("/v1/audio/speech", json=body(input="a|b", **how), timeout=0.3)
+                await until(lambda s=service: all(answer.reason == "cancelled" for answer in s.answers))
+            assert len(service.answers) == (1 if len(script) == 1 else 2)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_next_piece_begins_with_the_first_sound_of_this_one(kit: Any, speaking: Any) -> None:
+    gates = [asyncio.Event() for _ in range(4)]
+    service = speaking(lambda number: [TONE, gates[number], TONE])
+    async with kit.client(service) as client:
+        asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c|d")))
+        for number in range(4):
+            await until(lambda n=number: len(service.answers) == min(4, n + 2))
+            await asyncio.sleep(0.02)
+            assert len(service.answers) == min(4, number + 2)
+            gates[number].set()
+        reply = await asking
+    assert reply.content == 8 * PCM
+    assert [task.text for task in service.tasks] == ["a", "b", "c", "d"]
+    assert len({name for name, _ in service.ids}) == 4
+
+
+async def test_a_piece_waits_while_the_queue_is_full(kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, refused = speaking(), []
+    generate = service.generate
+
+    async def sometimes(task: Any, *arguments: Any) -> Any:
+        if task.text == "b" and len(refused) < 2:
+            refused.append(task)
+            raise TooBusy("full", retry_after=0.01)
+        return await generate(task, *arguments)
+
+    monkeypatch.setattr(service, "generate", sometimes)
+    assert (await ask(kit, service, input="a|b|c")).content == 3 * PCM
+    assert len(refused) == 2
+
+
+async def test_it_does_not_wait_for_ever(kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spoken, "BUSY_S", 0.0)
+    service = speaking(lambda number: [TONE] if number == 0 else [TooBusy("full")])
+    *_, last = lines((await ask(kit, service, input="a|b", stream_format="sse")).text)
+    assert last["error"]["code"] == "queue_full"
+
+
+async def test_a_piece_that_fails_ends_them_all(kit: Any, speaking: Any) -> None:
+    scripts = [[TONE], [RequestError("lost", status=500)], [asyncio.Event()]]
+    service = speaking(lambda number: scripts[number])
+    *_, last = lines((await ask(kit, service, input="a|b|c", stream_format="sse")).text)
+    assert last["error"]["message"] == "lost"
+    assert len(service.answers) == 2
+
+
+async def test_a_piece_that_is_cancelled_by_its_id_ends_them_all(speaking: Any) -> None:
+    service = speaking([TONE, asyncio.Event()])
+    tasks = [object(), object(), object()]
+    answer: Any = Spoken(service, tasks, "s")  # type: ignore[arg-type]
+    await answer.begin()
+    reading = asyncio.create_task(_read(answer))
+    await until(lambda: len(service.answers) == 2)
+    service.answers[0].cancel()
+    assert await reading == 1
+    assert answer.finish_reason == "cancelled"
+    assert service.answers[1].reason == "cancelled"
+
+
+async def _read(answer: Any) -> int:
+    return len([delta async for delta in answer])
+
+
+async def test_all_pieces_name_the_same_clip(kit: Any, speaking: Any) -> None:
+    """D28: the reference is encoded once."""
+    out = io.BytesIO()
+    soundfile.write(out, np.linspace(-1, 1, 400), 8000, format="WAV")
+    coded = base64.b64encode(out.getvalue()).decode()
+    service = speaking()
+    assert (await ask(kit, service, input="a|b|c", ref_audio=coded, ref_text="what")).status_code == 200
+    (name,) = {task.sample.id for task in service.tasks}
+    assert name
+    again = speaking()
+    await ask(kit, again, ref_audio=coded, ref_text="other")
+    assert again.tasks[0].sample.id != name
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+async def test_speed_is_the_model_s_knob(kit: Any, speaking: Any, speed: float) -> None:
+    """D6"""
+    service = speaking()
+    assert (await ask(kit, service, speed=speed)).status_code == 200
+    assert service.tasks[0].knobs.speed == speed
+
+
+async def test_the_model_s_own_bounds_hold_for_speed(kit: Any, speaking: Any) -> None:
+    reply = await ask(kit, speaking(), speed=3.0)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "speed")
+    assert "nearest valid value is 2" in reply.json()["error"]["message"]
+
+
+async def test_a_model_that_takes_no_sound_takes_no_clip(kit: Any, speaking: Any) -> None:
+    for changes, param in (({"ref_audio": "AAAA"}, "ref_audio"), ({"voice": "mine"}, "voice")):
+        reply = await ask(kit, speaking(inputs=("text",)), **changes)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_long_clip_is_refused(kit: Any, speaking: Any) -> None:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(61 * 8000), 8000, format="FLAC")
+    reply = await ask(kit, speaking(), ref_audio=base64.b64encode(out.getvalue()).decode())
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "audio_too_long")
+
+
+async def test_nothing_is_scheduled_for_a_wrong_request(kit: Any, speaking: Any) -> None:
+    service = speaking()
+    for wrong in ({"input": " "}, {"voice": "eve"}, {"speed": 9}, {"ref_text": "x"}, {"stream_format": "x"}):
+        assert (await ask(kit, service, **wrong)).status_code == 400
+    assert service.tasks == []
