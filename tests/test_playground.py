@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,15 @@ def code(browser: Browser, kind: str) -> str:
     return str(browser.one(".code pre").text)
 
 
-def run_python(source: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(source, "shown.py", "exec"), {})
-    return printed.getvalue()
+def run(words: Sequence[str], folder: Path | None = None) -> str:
+    """What a program prints that must end well."""
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_python(source: str, folder: Path | None = None) -> str:
+    return run([sys.executable, "-c", source], folder)
 
 
 def test_a_chat_is_streamed_and_its_code_gives_the_same(browser: Browser, server: Server) -> None:
@@ -78,7 +81,7 @@ def test_a_chat_is_streamed_and_its_code_gives_the_same(browser: Browser, server
     assert say(browser, "abc") == answer("abc", 9)
     assert "3 + 9 tokens" in browser.text(".turn[data-role=assistant] .foot")
     shown = code(browser, "curl")
-    lines = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, timeout=60, check=True).stdout
+    lines = run(["bash", "-ec", shown])
     pieces = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
     assert "".join(c["delta"].get("content", "") for p in pieces for c in p["choices"]) == answer("abc", 9)
     assert '"max_tokens": 9' in shown
@@ -130,6 +133,16 @@ def test_thoughts_are_folded_and_tools_are_answered_by_hand(browser: Browser, se
     browser.wait(lambda: len(browser.all(".turn[data-role=assistant] .foot button")) == 4, "the second answer")
     so_far = "abc" + answer("abc")[THOUGHTS:] + "sunny"
     assert browser.all(".turn[data-role=assistant] .markdown")[-1].text == answer(so_far)[THOUGHTS:]
+
+
+def test_the_page_follows_a_long_answer(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/#/mini_chat/chat", height=500)
+    for text in ("abc", "d", "e"):
+        say(browser, text)
+    last = browser.all(".turn[data-role=assistant] .foot")[-1]
+    bottom = "return arguments[0].getBoundingClientRect().bottom"
+    composer = "return document.querySelector('.composer').getBoundingClientRect().top"
+    browser.wait(lambda: 0 < browser.script(bottom, last) <= browser.script(composer), "the answer's end in sight")
 
 
 def test_what_is_typed_is_text(browser: Browser, server: Server) -> None:

@@ -97,7 +97,7 @@ export class Sound {
   end(quiet = false) {
     if (quiet) this.speaker?.stop();
     if (!this.pieces.length) {
-      this.meter.textContent = "no sound";
+      this.element.replaceChildren();
       return;
     }
     this.element.replaceChildren(player(wavBlob(this.pieces, this.rate, this.channels), this.name,

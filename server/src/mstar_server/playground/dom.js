@@ -28,7 +28,8 @@ export function freshId(prefix = "id") {
 
 /** A labelled control with help and a place for its error. */
 export class Field {
-  constructor(name, label, control, help = "") {
+  /** *body*: what stands in the control's place, with the control inside. */
+  constructor(name, label, control, help = "", body = control) {
     this.name = name;
     this.control = control;
     control.id ||= freshId("field");
@@ -41,7 +42,7 @@ export class Field {
     }
     control.setAttribute("aria-describedby", described.join(" "));
     this.label = h("label.label", { for: control.id }, label);
-    this.element = h("div.field", { "data-field": name }, this.label, control, this.error, ...helps);
+    this.element = h("div.field", { "data-field": name }, this.label, body, this.error, ...helps);
   }
 
   /** Say what is wrong with the value, here; nothing takes it back. */

@@ -42,11 +42,17 @@ export class Workspace {
   get signal() { return this.controller.signal; }
 
   /** Put a labelled control into the main column or (*where*: `settings`) beside it. */
-  field(name, label, control, help = "", where = "inputs") {
-    const field = new Field(name, label, control, help);
+  field(name, label, control, help = "", where = "inputs", body = control) {
+    const field = new Field(name, label, control, help, body);
     this.fields.set(name, field);
     this[where].append(field.element);
     return field;
+  }
+
+  /** A field for files; *recorder* adds to them what the microphone hears. */
+  files(name, label, picker, help = "", recorder = null) {
+    if (recorder) picker.button.before(recorder.button);
+    return this.field(name, label, picker.button, help, "inputs", picker.element);
   }
 
   stop() { this.controller?.abort(); }

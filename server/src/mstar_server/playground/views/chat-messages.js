@@ -76,7 +76,10 @@ export class AnswerView {
   render() {
     cancelAnimationFrame(this.drawing);
     this.drawing = undefined;
+    // whoever has scrolled up to read is left there
+    const follows = this.foot.getBoundingClientRect().top < window.innerHeight;
     this.body.replaceChildren(...markdown(this.text));
+    if (follows) this.foot.scrollIntoView({ block: "nearest" });
   }
 
   call(piece) {

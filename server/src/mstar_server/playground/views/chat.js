@@ -83,17 +83,13 @@ function create(model) {
     const turn = { message: view.message, view };
     history.push(turn);
     log.append(view.element);
+    view.foot.scrollIntoView({ block: "nearest" });
     let said;
     try {
-      for await (const chunk of events(response)) {
-        const below = log.scrollHeight - log.scrollTop - log.clientHeight;
-        view.take(chunk);
-        if (below < 80) log.scrollTop = log.scrollHeight;
-      }
+      for await (const chunk of events(response)) view.take(chunk);
     } finally {
       said = view.end(space.signal.aborted);
       turn.message = view.message;
-      log.scrollTop = log.scrollHeight;
     }
     return said;
   }
@@ -120,7 +116,7 @@ function create(model) {
     const question = { message, view: new QuestionView(message, attachments) };
     history.push(question);
     log.append(question.view.element);
-    log.scrollTop = log.scrollHeight;
+    question.view.element.scrollIntoView({ block: "nearest" });
     const typed = text.value;
     text.value = "";
     text.fit();

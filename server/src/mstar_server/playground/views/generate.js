@@ -20,7 +20,7 @@ function create(model) {
   const text = h("textarea", { rows: 3 });
   space.field("text", "Text", text);
   const picker = new FilePicker({ label: "Add files" });
-  space.field("files", "Files", picker.button).element.append(picker.element);
+  space.files("files", "Files", picker);
   picker.listen(space.form);
   const wants = model.modalities.output.map((modality) => [modality, h("input", { type: "checkbox", value: modality })]);
   if (wants.length > 1) {

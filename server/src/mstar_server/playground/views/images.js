@@ -1,7 +1,7 @@
 // Pictures from words, and from other pictures.
 
 import { decodeBase64, events, send } from "../api.js";
-import { h, select } from "../dom.js";
+import { freshId, h, select } from "../dom.js";
 import { FilePicker } from "../files.js";
 import { Progress, picture } from "../outputs.js";
 import { Workspace, seconds } from "../workspace.js";
@@ -26,12 +26,11 @@ function create(model) {
   const picker = new FilePicker({ accept: "image/*", label: "Add a picture to change" });
   const mask = new FilePicker({ accept: "image/*", most: 1, label: "Add a mask" });
   if (edits) {
-    space.field("image", "Pictures", picker.button).element.append(picker.element);
-    space.field("mask", "Mask", mask.button, "Transparent where the first picture is to change.").element.append(mask.element);
+    space.files("image", "Pictures", picker);
+    if (model.canvas?.masks !== false) space.files("mask", "Mask", mask, "Transparent where the first picture is to change.");
     picker.listen(space.form);
   }
-  const size = h("input", { type: "text", placeholder: "auto", autocomplete: "off" });
-  space.field("size", "Size", size, "Width x height in pixels, as in 1024x1024.", "settings");
+  const size = sizeField(space, model, "auto");
   const count = h("input", { type: "text", inputmode: "numeric", placeholder: "1", autocomplete: "off" });
   space.field("n", "How many", count, "", "settings");
   const format = select(FORMATS, "png");
@@ -47,7 +46,7 @@ function create(model) {
     if (size.value) fields.size = size.value;
     if (count.value) fields.n = Number(count.value);
     fields.stream = true;
-    fields.partial_images = 2;
+    if (model.modalities.output.includes("preview")) fields.partial_images = 3;
     const request = picker.attachments.length
       ? { path: EDIT, form: [...Object.entries(fields), ...picker.attachments.map((one) => ["image[]", one]), ...mask.attachments.map((one) => ["mask", one])], streams: true }
       : { path: MAKE, json: fields, streams: true };
@@ -67,6 +66,18 @@ function create(model) {
     return `${results.children.length} in ${seconds(performance.now() - began)}`;
   };
   return space.element;
+}
+
+/** An input for a size in pixels that says which ones the model makes. */
+export function sizeField(space, model, preset) {
+  const { multiple = 1, min_side: least, max_side: most, choices = [] } = model.canvas?.sizes ?? {};
+  const names = choices.map(([width, height]) => `${width}x${height}`);
+  const known = h("datalist", { id: freshId("sizes") }, names.map((name) => h("option", { value: name })));
+  const input = h("input", { type: "text", list: known.id, placeholder: preset, autocomplete: "off" });
+  const sides = most ? ` Sides of ${least} to ${most}${multiple > 1 ? `, multiples of ${multiple}` : ""}.` : "";
+  const help = names.length ? `One of ${names.join(", ")}.` : `Width x height in pixels.${sides}`;
+  space.field("size", "Size", input, help, "settings").element.append(known);
+  return input;
 }
 
 async function follow(response, progress, results, reuse) {

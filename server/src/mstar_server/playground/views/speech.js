@@ -37,8 +37,7 @@ function create(model) {
   if (clones) space.settings.append(addVoice(space, model, voice, known));
 
   space.submit = async () => {
-    const json = { model: model.id, input: text.value, response_format: "pcm", ...space.knobs.values() };
-    if (voice.value) json.voice = voice.value;
+    const json = { model: model.id, input: text.value, voice: voice.value || "default", response_format: "pcm", ...space.knobs.values() };
     if (instructions.value) json.instructions = instructions.value;
     if (space.speed?.value) json.speed = Number(space.speed.value);
     const request = { path: "/v1/audio/speech", json, savesTo: "speech.pcm" };
@@ -104,9 +103,9 @@ function addVoice(space, model, chooser, known) {
   const inputs = space.inputs;
   space.inputs = group; // the fields' errors are the workspace's
   space.field("name", "Name", name);
-  space.field("audio_sample", "Clip of the voice", recorder.button).element.append(picker.element);
+  space.files("audio_sample", "Clip of the voice", picker, "", recorder);
   space.field("ref_text", "What it says", transcript, "If you know it: many models copy a voice better then.");
   space.inputs = inputs;
-  group.append(h("p.buttons", {}, add), said);
+  group.append(h("p.buttons.below", {}, add), said);
   return group;
 }

@@ -19,11 +19,10 @@ export const transcription = {
 const FORMATS = [["json", "text, as it comes"], ["verbose_json", "text with times"], ["srt", "subtitles (SRT)"], ["vtt", "subtitles (WebVTT)"]];
 
 function create(model) {
-  const space = new Workspace(model, { title: "Transcription", action: "Transcribe", without: ["language", "prompt", "temperature"] });
+  const space = new Workspace(model, { title: "Transcription", action: "Transcribe", without: ["language", "prompt"] });
   const picker = new FilePicker({ accept: "audio/*,video/*", most: 1, label: "Choose a file" });
   const recorder = new RecordButton((file) => picker.add([file]), (error) => space.fail(error));
-  space.field("file", "Recording", recorder.button).element.append(picker.element);
-  space.inputs.append(h("p.help", {}, "Or paste or drop a file here."));
+  space.files("file", "Recording", picker, "Files can also be pasted or dropped here.", recorder);
   picker.listen(space.form);
 
   const tasks = Object.entries(PATHS).filter(([, path]) => model.routes.includes(path)).map(([task]) => [task, task === "translate" ? "into English" : "as it is spoken"]);
@@ -38,7 +37,7 @@ function create(model) {
   space.submit = async () => {
     const [clip] = picker.attachments;
     if (!clip) throw Object.assign(new Error("Record something, or choose a file."), { param: "file" });
-    const streams = format.value === "json" && task.value === "transcribe";
+    const streams = format.value.endsWith("json") && task.value === "transcribe";
     const form = [["model", model.id], ["file", clip], ["response_format", format.value], ...Object.entries(space.knobs.values())];
     if (streams) form.push(["stream", true]);
     for (const [name, input] of inputs) {

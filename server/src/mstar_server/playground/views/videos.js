@@ -4,6 +4,7 @@ import { send } from "../api.js";
 import { h, saveLink } from "../dom.js";
 import { FilePicker } from "../files.js";
 import { Workspace } from "../workspace.js";
+import { sizeField } from "./images.js";
 
 const PATH = "/v1/videos";
 const EVERY_MS = 1000;
@@ -21,11 +22,11 @@ function create(model) {
   space.field("prompt", "What to show", prompt);
   const picker = new FilePicker({ accept: "image/*,video/*", most: 1, label: "Add a first picture" });
   const takesMedia = ["image", "video"].some((kind) => model.modalities.input.includes(kind));
-  if (takesMedia) space.field("input_reference", "Begins with", picker.button).element.append(picker.element);
+  if (takesMedia) space.files("input_reference", "Begins with", picker);
   const length = h("input", { type: "text", inputmode: "decimal", placeholder: "the model's default", autocomplete: "off" });
-  space.field("seconds", "Seconds", length, "", "settings");
-  const size = h("input", { type: "text", placeholder: "the model's default", autocomplete: "off" });
-  space.field("size", "Size", size, "Width x height in pixels, as in 1280x720.", "settings");
+  const { max_frames: most, fps } = model.canvas?.lengths ?? {};
+  space.field("seconds", "Seconds", length, most ? `Up to ${Math.floor((most / fps) * 100) / 100}, at ${fps} frames a second.` : "", "settings");
+  const size = sizeField(space, model, "the model's default");
   const jobs = h("div.jobs");
   space.output.append(jobs);
 
