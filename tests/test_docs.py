@@ -26,7 +26,9 @@ from mstar.testing.drive import Driver
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/http/*.md", "*/README.md", "plugins/*/README.md")
+    for page in ROOT.glob(pattern)
 )
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 BASES = [ROOT, ROOT / "core/src/mstar", ROOT / "core/src", ROOT / "server/src"]
@@ -62,7 +64,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_index_links_every_page() -> None:
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"README.md"}
     assert len(pages) > 10
     assert [page for page in sorted(pages) if f"]({page})" not in text] == []
 

@@ -14,15 +14,27 @@ _ADAPTERS = {
     "chat": "mstar_server.openai.chat_adapter:ChatAdapter",
     "completion": "mstar_server.openai.completion_request:CompletionAdapter",
     "embedding": "mstar_server.openai.embeddings:EmbeddingAdapter",
+    "transcription": "mstar_server.openai.transcription_request:TranscriptionAdapter",
+    "translation": "mstar_server.openai.transcription_request:TranscriptionAdapter",
 }
 
 
 @hookimpl
 def mstar_api() -> Sequence[Any]:
     """The built-in routers. Imported here, so that loading plugins stays cheap."""
-    from mstar_server.routes import chat, completions, embeddings, generate, generate_ws, health, models, responses
+    from mstar_server.routes import (
+        chat,
+        completions,
+        embeddings,
+        generate,
+        generate_ws,
+        health,
+        models,
+        responses,
+        transcriptions,
+    )
 
-    modules = (health, models, chat, completions, responses, embeddings, generate, generate_ws)
+    modules = (health, models, chat, completions, responses, embeddings, transcriptions, generate, generate_ws)
     return [module.router for module in modules]
 
 

@@ -197,6 +197,7 @@ class TranscriptionTask(Task):
     :param language: code of the spoken language (``en``); ``None``: to be found out.
     :param translate: write English, whatever was spoken. :param prompt: what was said or is to be spelled so.
     :param timestamps: which times the client wants.
+    :param offset: of a window: where in the client's clip it begins, in seconds.
     """
 
     audio: Audio | None
@@ -204,6 +205,7 @@ class TranscriptionTask(Task):
     translate: bool = False
     prompt: str = ""
     timestamps: tuple[Literal["segment", "word"], ...] = ()
+    offset: float = 0.0
 
     @property
     def media(self) -> tuple[Part, ...]:

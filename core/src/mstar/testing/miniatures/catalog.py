@@ -24,6 +24,8 @@ PADS = 2  # frames that the talker adds after its input has ended
 WINDOW = 4
 CONTROLS = 3
 CHUNK = 4
+HUSH = VOCAB  # the label of silence
+LABEL_S = 0.02  # seconds a label
 
 
 # --- closed forms
@@ -61,6 +63,15 @@ def planner_answer(ids: list[int]) -> list[int]:
 def ctc_answer(frames: np.ndarray) -> list[int]:
     padded = np.append(frames, frames[-1]) if len(frames) % 2 else frames
     return [int(v) for v in np.rint(padded.reshape(-1, 2).mean(1))]
+
+
+def spoken(text: str, rate: int = 8000, pause_s: float = 0.5) -> np.ndarray:
+    """float32 samples in which *mini_ctc* hears *text*: a level a character, 20 ms each; a line break is a pause."""
+    size, levels = round(LABEL_S * rate), []
+    for char in text:
+        level = 0.0 if char == "\n" else (encode(char)[0] + 1) / (2 * VOCAB)
+        levels.append(np.full(round(pause_s * rate) if char == "\n" else size, level, dtype=np.float32))
+    return np.concatenate(levels)
 
 
 def embed_answer(ids: list[int]) -> np.ndarray:
@@ -151,6 +162,10 @@ class RolloutKnobs(MiniKnobs):
 class UnifiedKnobs(MiniKnobs):
     steps: int = Field(2, ge=1, le=16, description="Refinements of the canvas.")
     points: int = Field(3, ge=1, le=9, description="Points of the canvas.")
+
+
+class CtcKnobs(MiniKnobs):
+    window_seconds: float | None = Field(None, gt=0, le=40, description="Longest clip and window, in seconds.")
 
 
 def latent_for(text: str, size: int) -> np.ndarray:
@@ -270,7 +285,9 @@ MINIATURES = (
         _TEXT,
         _plain_example,
         lambda e: {"text": decode(ctc_answer(frames_for(e.text)))},
-        prepare=_PROCESSORS + "FramesProcessor",
+        knobs=CtcKnobs,
+        abilities=("generate", "transcription", "translation"),
+        prepare="mstar.testing.miniatures.hearing:HearingProcessor",
     ),
     Miniature(
         "mini_embed",

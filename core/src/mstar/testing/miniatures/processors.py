@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from mstar.spec.tasks import Task
-from mstar.testing.miniatures.catalog import canvas_for, frames_for, latent_for
+from mstar.testing.miniatures.catalog import canvas_for, latent_for
 from mstar.testing.miniatures.common import MiniProcessor, encode, text_of
 
 __all__ = [
     "DenoiseProcessor",
-    "FramesProcessor",
     "IdFramesProcessor",
     "LiveProcessor",
     "Seq2SeqProcessor",
@@ -23,12 +22,6 @@ __all__ = [
 class Seq2SeqProcessor(MiniProcessor):
     def inputs(self, task: Task) -> dict[str, Any]:
         return {**super().inputs(task), "start": np.zeros(1, dtype=np.int64)}
-
-
-class FramesProcessor(MiniProcessor):
-    def inputs(self, task: Task) -> dict[str, Any]:
-        super().inputs(task)  # refuses empty text
-        return {"frames": frames_for(text_of(task))}
 
 
 class IdFramesProcessor(MiniProcessor):
