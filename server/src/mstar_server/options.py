@@ -44,6 +44,9 @@ class ServerOptions:
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
+    :param max_realtime_audio_s: seconds of audio that a session of ``/v1/realtime`` holds: in its buffer, and in its
+        conversation. :param max_realtime_items: items of its conversation.
+    :param realtime_idle_s: a session in which nothing is sent and nothing runs for so long is closed.
     :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: memory.
     :param max_stored_responses: more than so many lose the oldest.
     :param stored_responses_days: how long they are kept.
@@ -81,6 +84,9 @@ class ServerOptions:
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256
+    max_realtime_audio_s: float = 900.0
+    max_realtime_items: int = 2000
+    realtime_idle_s: float = 600.0
     responses_file: Path | None = None
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0

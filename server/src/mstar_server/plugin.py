@@ -30,11 +30,14 @@ def mstar_api() -> Sequence[Any]:
         generate_ws,
         health,
         models,
+        realtime,
         responses,
         transcriptions,
     )
 
-    modules = (health, models, chat, completions, responses, embeddings, transcriptions, generate, generate_ws)
+    modules = (
+        health, models, chat, completions, responses, embeddings, transcriptions, realtime, generate, generate_ws,
+    )  # fmt: skip
     return [module.router for module in modules]
 
 

@@ -91,7 +91,9 @@ class Task:
     :param knobs: a validated instance of the spec's knobs class.
     :param stop: strings that end the answer; never shown to the client unless *include_stop*.
     :param logprobs: ``None``, or the number of alternatives per token.
-    :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began.
+    :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began. On
+        ``/v1/realtime`` it is ``("audio",)``: what the client says comes as :class:`Audio` parts on that stream, which
+        :meth:`~mstar.spec.processor.Processor.push` turns into items of the graph's own stream.
     """
 
     knobs: Any

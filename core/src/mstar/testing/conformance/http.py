@@ -5,6 +5,7 @@ The core never imports the server: it is looked up by name, and these checks are
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import pkgutil
@@ -248,7 +249,26 @@ def _transcription(server: _Server, route: str, example: Example) -> None:
     _check_same_text(server.spec, route, text, deltas)
 
 
+def _realtime(server: _Server, route: str, example: Example) -> None:
+    """A tenth of a second of soft noise, committed: the model's answer to it, or its transcript, ends."""
+    noise = np.random.default_rng(84).normal(0, 0.01, 2400)
+    audio = base64.b64encode((noise * 32767).astype("<i2").tobytes()).decode()
+    events: list[dict[str, Any]] = []
+    ends = ("response.done", "conversation.item.input_audio_transcription.completed", "error")
+    # The test client ends the application's task by cancelling it, and reports that as an error of its own.
+    with suppress(CancelledError), server.client.websocket_connect(f"{route}?model={server.spec.key}") as socket:
+        socket.send_json({"type": "session.update", "session": {"audio": {"input": {"turn_detection": None}}}})
+        socket.send_json({"type": "input_audio_buffer.append", "audio": audio})
+        socket.send_json({"type": "input_audio_buffer.commit"})
+        while not events or events[-1]["type"] not in ends:
+            events.append(socket.receive_json())
+    last = events[-1]
+    if last["type"] == "error" or last.get("response", {}).get("status") not in (None, "completed", "incomplete"):
+        fail(f"{server.spec.key!r}: a session on {route} ended with {last}")
+
+
 _ROUND_TRIPS = {
+    "realtime": _realtime,
     "generate": _generate,
     "chat": _chat,
     "completion": _completion,

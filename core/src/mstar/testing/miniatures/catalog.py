@@ -332,7 +332,8 @@ MINIATURES = (
         lambda rng: _appends(rng, "audio_in", (), 11),
         lambda e: duplex_answer(joined(e)),
         live=("audio_in",),
-        prepare=_PROCESSORS + "LiveProcessor",
+        abilities=("generate", "realtime"),
+        prepare=_PROCESSORS + "DuplexProcessor",
     ),
     Miniature(
         "mini_hybrid",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mstar.spec.tasks import Task
+from mstar.spec.processor import Prepared
+from mstar.spec.request import Push
+from mstar.spec.tasks import Audio, Task
 from mstar.testing.miniatures.catalog import canvas_for, latent_for
 from mstar.testing.miniatures.common import MiniProcessor, encode, text_of
 
 __all__ = [
     "DenoiseProcessor",
+    "DuplexProcessor",
     "IdFramesProcessor",
     "LiveProcessor",
     "Seq2SeqProcessor",
@@ -34,6 +38,20 @@ class LiveProcessor(MiniProcessor):
 
     def inputs(self, task: Task) -> dict[str, Any]:
         return {}
+
+
+class DuplexProcessor(LiveProcessor):
+    """A talk's audio, which arrives on the stream ``audio`` at any rate, is heard sample by sample."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        live = tuple("audio_in" if name == "audio" else name for name in task.live)
+        return super().prepare(replace(task, live=live), request_id)
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        if stream == "audio":
+            samples = np.asarray(part.samples, np.float32) if isinstance(part, Audio) else part
+            return Push(id=request_id, stream="audio_in", data=samples, end=end)
+        return super().push(stream, part, request_id, end)
 
 
 class DenoiseProcessor(MiniProcessor):
