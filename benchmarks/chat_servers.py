@@ -121,6 +121,10 @@ class RunningServer:
         self._sampler.join()
         self._output.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_ready(self, timeout: float) -> float:
         """Wait until the server is ready; returns the seconds since this call.
 

@@ -183,7 +183,7 @@ def check_segments(backend: FlashInferAttention) -> list[dict[str, Any]]:
     for heads, kv_heads, dim, lengths in ((16, 16, 64, (300, 1, 70)), (8, 2, 128, (5, 9, 2, 0, 3)), (8, 8, 256, (90,))):
         q, k, v = (torch.randn(sum(lengths), h, dim, device=DEVICE).to(DTYPE) for h in (heads, kv_heads, kv_heads))
         for causal in (False, True):
-            got = backend.plan_ragged(lengths).attend(q, k, v, causal=causal)
+            got = backend.plan_ragged(lengths, Stage(q.device), "ragged").attend(q, k, v, causal=causal)
             parts = [t.float().split(lengths) for t in (q, k, v)]
             wanted = torch.cat(
                 [attention(a, b, c, None, causal, None) for a, b, c in zip(*parts, strict=True) if len(a)]

@@ -19,10 +19,12 @@ HEAD = """\
 
 This page is generated from the commands themselves: `python scripts/cli_docs.py` writes it, and a test checks it.
 
-Every command answers `--help`. Answers go to standard output, everything else to standard error. An unknown command,
-option, model, parameter or key of a file is answered with the nearest one that exists. Of names in `MSTAR_PLUGINS`,
-`MSTAR_BLOCK_PLUGINS` and `MSTAR_ACCEPT_LICENCES` that are not there each command warns that would use them. What a
-family's own code raises is one sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the traceback.
+Every command answers `--help`. Answers go to standard output, everything else to standard error, what the code of
+plugins and models prints too. A character that the terminal's encoding lacks comes out as `?`, in JSON as an escape. An
+unknown command, option, model, parameter or key of a file is answered with the nearest one that exists. Of names in
+`MSTAR_PLUGINS`, `MSTAR_BLOCK_PLUGINS` and `MSTAR_ACCEPT_LICENCES` that are not there each command warns that would use
+them. What a family's own code raises is one sentence with its file and line; `MSTAR_LOG_LEVEL=debug` shows the
+traceback.
 
 | exit status | meaning |
 |---|---|

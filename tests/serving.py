@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import httpx
 
@@ -15,6 +17,7 @@ from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.runtime.service import open_service
 from mstar.settings import Settings
+from mstar_server.on_demand import Shelf
 from mstar_server.options import ServerOptions
 from mstar_server.run import bind, serve_async
 
@@ -40,19 +43,29 @@ class Server:
 
 
 @contextmanager
-def serving(*keys: str, extra_plugins: tuple[str, ...] = (), **overrides: object) -> Iterator[Server]:
-    """Serve models *keys* until the block ends. *overrides*: deployment fields."""
+def serving(
+    *keys: str,
+    extra_plugins: tuple[str, ...] = (),
+    on_demand: tuple[str, ...] = (),
+    server_options: Mapping[str, Any] | None = None,
+    **overrides: object,
+) -> Iterator[Server]:
+    """Serve models *keys*, and *on_demand* ones, until the block ends. *overrides*: deployment fields."""
     settings = Settings(extra_plugins=extra_plugins)
     registry = Registry(load_plugins(settings))
     assert not registry.plugins.broken, registry.plugins.broken
-    options = ServerOptions(port=0, drain_s=5)
+    options = ServerOptions(**{"port": 0, "drain_s": 5, **(server_options or {})})
     listener = bind(options)
     port = listener.getsockname()[1]
     failure: list[BaseException] = []
 
     def run() -> None:
         async def main() -> None:
-            services = {key: open_service(key, settings, overrides, registry) for key in keys}
+            services: dict[str, Any] = {key: open_service(key, settings, overrides, registry) for key in keys}
+            shelf = Shelf(options)
+            for key in on_demand:
+                make = partial(open_service, key, settings, overrides, registry)
+                services[key] = shelf.add(registry.model(key), make)
             task = asyncio.create_task(serve_async(services, registry, options, listener))
             stopped = asyncio.create_task(asyncio.to_thread(stop.wait))
             await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ LIGHT = [
     "mstar.spec",
     "mstar.scheduler",
     "mstar.cli",
+    "mstar.client",
     "mstar.builtin",
     "mstar.registry",
     "mstar.resources.base",

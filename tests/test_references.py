@@ -47,7 +47,7 @@ def test_a_stale_reference_is_found(
     assert "-old" in capsys.readouterr().out
     assert generate.main([]) == 0
     written = (tmp_path / "page.md").read_text()
-    assert "| `MSTAR_CACHE` | Folder for weights." in written
+    assert "| `MSTAR_CACHE` | Folder for weights" in written
     assert written.startswith("By hand.\n")
     assert written.endswith("\nAlso by hand.\n")
     assert generate.main(["--check"]) == 0

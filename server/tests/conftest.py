@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic import Field
 
 import mstar.hookspecs
 import mstar_server.plugin
+from mstar.api_keys import add_key
 from mstar.cluster.base import Phase
 from mstar.spec.errors import NotReady
 from mstar.spec.knobs import SamplingKnobs
@@ -71,20 +73,26 @@ class ScriptedAnswer:
         self.finish_reason: str | None = None
         self.cancelled = asyncio.Event()
         self.reason: str | None = None
-        self.said = 0
+        self.said, self.failed = 0, False
         self._script = script
         self._pushes: asyncio.Queue[tuple[str, Any, bool]] = asyncio.Queue()
+        self._sent: dict[str, int] = {}
+        self.heard: dict[str, int] = {}
 
     def cancel(self, reason: str = "cancelled") -> None:
         self.reason = reason
         self.cancelled.set()
 
-    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
         await self._pushes.put((stream, part, end))
+        first = self._sent.get(stream, 0)
+        self._sent[stream] = first + (len(part) if isinstance(part, np.ndarray) else int(part is not None))
+        return range(first, self._sent[stream])
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         for item in self._script:
             if isinstance(item, Exception):
+                self.failed = True
                 raise item
             if isinstance(item, asyncio.Event):
                 await self._or_cancelled(item.wait())
@@ -106,6 +114,8 @@ class ScriptedAnswer:
             if pushed is None or pushed[2]:
                 return
             data = pushed[1] * 2 if isinstance(pushed[1], np.ndarray) else np.asarray([len(pushed[1].text)])
+            items = len(pushed[1]) if isinstance(pushed[1], np.ndarray) else 1
+            self.heard = {**self.heard, pushed[0]: self.heard.get(pushed[0], 0) + items}
             yield ArrayDelta(data, stream=pushed[0])
 
     async def _or_cancelled(self, wait: Any) -> Any:
@@ -132,7 +142,11 @@ class ScriptedService:
         self.tasks: list[Any] = []
         self.ids: list[tuple[str | None, str | None]] = []
         self.answers: list[ScriptedAnswer] = []
-        self.stopped = False
+        self.stopped, self.sessions = False, 0
+
+    @property
+    def open_requests(self) -> int:
+        return sum(answer.finish_reason is None and not answer.failed for answer in self.answers)
 
     async def start(self) -> None:
         if self.start_error is not None:
@@ -158,7 +172,7 @@ class ScriptedService:
         return True
 
     async def status(self) -> dict[str, Any]:
-        return {"waiting": 0, "pools": {"kv": [0, 8]}}
+        return {"waiting": 0, "sessions": self.sessions, "pools": {"kv": [0, 8]}}
 
     async def generate(
         self, task: Task, request_id: str | None = None, sibling_of: str | None = None
@@ -222,10 +236,12 @@ class Kit:
 
     Service, Hooks, HELLO, make_spec = ScriptedService, Hooks, HELLO, staticmethod(make_spec)
 
-    def client(self, *services: ScriptedService, hooks: Hooks | None = None, **options: Any) -> httpx.AsyncClient:
+    def client(
+        self, *services: Any, hooks: Hooks | None = None, headers: Any = None, **options: Any
+    ) -> httpx.AsyncClient:
         """A client of an in-process application with *services*."""
         app = create_app({s.spec.key: s for s in services}, hooks or Hooks(), ServerOptions(**options))
-        return httpx.AsyncClient(transport=Application(app), base_url="http://server")
+        return httpx.AsyncClient(transport=Application(app), base_url="http://server", headers=headers)
 
     @contextlib.asynccontextmanager
     async def server(self, *services: ScriptedService, **options: Any) -> AsyncIterator[str]:
@@ -239,6 +255,17 @@ class Kit:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Callable[..., tuple[Path, list[str]]]:
+    """Makes a file of keys with *names*; *limits* are those of the first."""
+
+    def make(*names: str, **limits: int) -> tuple[Path, list[str]]:
+        path = tmp_path / "api_keys.json"
+        return path, [add_key(path, name, **(limits if name == names[0] else {}))[1] for name in names]
+
+    return make
 
 
 @pytest.fixture

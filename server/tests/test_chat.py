@@ -280,6 +280,52 @@ async def test_a_bad_message_is_named_by_its_path(kit, chat, message, param):
     assert reply.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "near"),
+    [
+        ({"role": "user", "content": "x", "contnet": "y"}, "messages[0].contnet", "; did you mean 'content'?"),
+        ({"role": "user", "contnet": "y"}, "messages[0].contnet", "; did you mean 'content'?"),
+        ({"role": "user", "content": "x", "weight": 0}, "messages[0].weight", "; known: "),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "txt": 1}]},
+            "messages[0].content[0].txt",
+            "; did you mean 'text'?",
+        ),
+    ],
+)
+async def test_an_unknown_field_of_a_message_is_refused_with_the_nearest(kit, chat, message, param, near):
+    service = kit.Service(kit.HELLO)
+    async with kit.client(service) as client:
+        error = (await client.post(URL, json=chat(messages=[message]))).json()["error"]
+    assert (error["param"], error["code"], service.tasks) == (param, "unknown_parameter", [])
+    assert error["message"].startswith(f"unknown parameter {param!r}{near}")
+
+
+async def test_what_answers_carry_may_be_sent_back(kit, chat):
+    """Messages of OpenAI's client and of others, as ``model_dump()`` gives them."""
+    openai = {"refusal": None, "annotations": [], "audio": {"id": "a"}, "function_call": None, "tool_calls": None}
+    others = {
+        "reasoning": "so",
+        "reasoning_content": "so",
+        "reasoning_details": [{"type": "reasoning.text"}],
+        "provider_specific_fields": {},
+        "parsed": {"x": 1},
+    }
+    turn = {"role": "assistant", "content": "Hello", **openai, **others}
+    service = kit.Service(kit.HELLO)
+    async with kit.client(service) as client:
+        answer = (await client.post(URL, json=chat())).json()["choices"][0]["message"]
+        reply = await client.post(URL, json=chat(messages=[turn, answer, {"role": "user", "content": "x"}]))
+    assert reply.status_code == 200, reply.text
+    assert service.tasks[-1].messages[0].content == (Text("Hello"),)
+
+
+async def test_unknown_query_parameters_are_ignored(kit, chat):
+    async with kit.client(kit.Service(kit.HELLO)) as client:
+        for route, body in ((URL, chat()), ("/generate", {"text": "x"})):
+            assert (await client.post(f"{route}?api-version=2&x", json=body)).status_code == 200
+
+
 def picture(kind: str = "PNG") -> str:
     out = io.BytesIO()
     Pillow.new("RGB", (4, 3), (255, 0, 0)).save(out, kind)

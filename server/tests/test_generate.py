@@ -118,6 +118,7 @@ async def test_form_and_json_make_the_same_task(kit, form):
         ({"streaming": "yes"}, "streaming", "boolean"),
         ({"stop": 3}, "stop", "string"),
         ({"output_modalities": ["txt"]}, "output_modalities", "did you mean 'text'"),
+        ({"output_modalities": ["smell"]}, "output_modalities", "does not make 'smell'; known: "),
         ({"model_kwargs": {"steps": 0}}, "model_kwargs.steps", "nearest valid value is 1"),
         ({"model_kwargs": {"stepps": 1}}, "model_kwargs.stepps", "did you mean 'steps'"),
         ({"model_kwargs": []}, "model_kwargs", "dictionary"),

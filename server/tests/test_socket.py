@@ -213,7 +213,6 @@ async def test_frames_that_are_no_message(kit, talk):
             ("[1]", "invalid_json"),
             ('{"id": 3, "text": "x"}', None),
             ('{"id": "\\ud800", "text": "x"}', None),
-            (b"bytes", "unsupported_frame"),
             (json.dumps({"text": "x" * 1000}), "too_large"),
         ):
             await client.socket.send(frame)

@@ -28,6 +28,7 @@ def mstar_attention_backends() -> dict[str, str]:
     return {
         "flashinfer": "mstar.resources.attention.flashinfer:FlashInferAttention",
         "torch_sdpa": "mstar.resources.attention.torch_sdpa:TorchAttention",
+        "batch_invariant": "mstar.resources.attention.batch_invariant:BatchInvariantAttention",
         "numba_cpu": "mstar.resources.attention.numba_cpu:NumbaAttention",
     }
 
@@ -58,7 +59,20 @@ def mstar_weight_sources() -> dict[str, str]:
 
 @hookimpl
 def mstar_cli(commands: Commands) -> None:
-    from mstar.cli import check, completion, doctor, download, graph, licences, models, plugin, plugins, run, serve
+    from mstar.cli import (
+        check,
+        completion,
+        doctor,
+        download,
+        graph,
+        keys,
+        licences,
+        models,
+        plugin,
+        plugins,
+        run,
+        serve,
+    )
 
-    for command in (serve, run, models, plugins, plugin, graph, check, licences, download, doctor, completion):
+    for command in (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, completion):
         command.register(commands)

@@ -44,7 +44,14 @@ def test_version(mstar: Run) -> None:
         (("--hlep",), "mstar: unknown option '--hlep'; did you mean '--help'?"),
         (("models", "--jsn"), "mstar models: unknown option '--jsn'; did you mean '--json'?"),
         (("models", "toy-chat", "extra"), "mstar models: unexpected argument 'extra'"),
-        (("serve",), "the following arguments are required: KEY"),
+        (("serve",), "mstar serve: which model?"),
+        (("serve", "toy-chat", "toy-chat"), "the model 'toy-chat' is named twice"),
+        (("serve", "toy-chat", "--on-demand", "toy-chat"), "the model 'toy-chat' is named twice"),
+        (("serve", "toy-chat", "toy-gated", "--weights", "x"), "--weights is for one model"),
+        (("serve", "toy-chat", "--idle-unload", "soon"), "'soon' is not a number of seconds"),
+        (("serve", "toy-chat", "--request-timeout", "0"), "0 seconds are none"),
+        (("serve", "toy-chat", "--cors", "example.com/x"), "'example.com/x' is not an origin"),
+        (("serve", "toy-chat", "--root-path", "mstar"), "'mstar' is not a path"),
         (("serve", "toy-chta"), "there is no model 'toy-chta'; did you mean 'toy-chat'?"),
         (("serve", "toy-chat", "--prot=1"), "unknown option '--prot'; did you mean '--port'?"),
         (("serve", "toy-chat", "--port", "70000"), "'70000' is not a port"),
@@ -299,8 +306,8 @@ class FakeServer:
         self.opened = {"key": key, "settings": settings, "overrides": overrides, **more}
         return "the service"
 
-    def serve(self, services: Any, registry: Any, options: Any) -> None:
-        self.served = {"services": services, "options": options}
+    def serve(self, services: Any, registry: Any, options: Any, on_demand: Any) -> None:
+        self.served = {"services": services, "options": options, "on_demand": on_demand}
 
 
 @pytest.fixture
@@ -324,6 +331,7 @@ def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
     assert server.served == {
         "services": {"toy-chat": "the service"},
         "options": {"host": "0.0.0.0", "port": 0, "api_key": "k"},
+        "on_demand": {},
     }
     assert server.opened["config"] == Path("d.yaml")
     assert server.opened["overrides"] == {
@@ -332,8 +340,46 @@ def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
         "dtype": "bfloat16",
         "executor": "inline",
         "max_concurrent_requests": 3,
+        "request_timeout_s": None,
         "engine": {"trace": "t.json"},
     }
+
+
+def test_serve_with_several_models_some_on_demand(mstar: Run, server: FakeServer, tmp_path: Path) -> None:
+    config = tmp_path / "chat.yaml"
+    config.write_text("model: toy-chat\n")
+    limits = ("--idle-unload", "5", "--load-wait", "9", "--max-loaded", "1", "--max-key-requests", "7")
+    proxy = ("--cors", "https://a.example", "--cors", "*", "--root-path", "/m/", "--drain", "3")
+    words = ("toy-gated", "--on-demand", "toy-chat", "--config", str(config), *limits, *proxy)
+    status, _, err = mstar("serve", *words)
+    assert (status, err) == (0, "")
+    assert server.served["services"] == {"toy-gated": "the service"}
+    assert server.opened["key"] == "toy-gated"
+    assert server.opened["config"] is None
+    assert server.served["options"] == {
+        "host": "127.0.0.1", "port": 8000, "api_key": None, "idle_unload_s": 5.0, "load_wait_s": 9.0, "max_loaded": 1,
+        "max_key_requests": 7, "cors": ("https://a.example", "*"), "root_path": "/m", "drain_s": 3.0,
+    }  # fmt: skip
+    spec, make = server.served["on_demand"]["toy-chat"]
+    assert (spec.key, make(), server.opened["config"]) == ("toy-chat", "the service", config)
+
+
+def test_a_deployment_file_must_be_of_one_of_several_models(mstar: Run, server: FakeServer, tmp_path: Path) -> None:
+    config = tmp_path / "other.yaml"
+    config.write_text("model: toy-closed\n")
+    words = ("serve", "toy-chat", "toy-gated", "--config", str(config))
+    assert "must name one that is served (toy-chat, toy-gated), not 'toy-closed'" in mstar(*words)[2]
+    config.write_text("model: toy-chat\n")
+    assert "are both deployments of 'toy-chat'" in mstar(*words, "--config", str(config))[2]
+
+
+def test_serve_asks_for_keys_once_there_are_some(mstar: Run, server: FakeServer, tmp_path: Path) -> None:
+    assert mstar("key", "add", "alice")[0] == 0
+    assert mstar("serve", "toy-chat")[0] == 0
+    assert server.served["options"]["api_keys"] == tmp_path / "config" / "api_keys.json"
+    other = tmp_path / "other.json"
+    mstar("serve", "toy-chat", "--api-keys", str(other))
+    assert server.served["options"]["api_keys"] == other
 
 
 def test_serve_leaves_what_is_not_given_to_the_deployment(mstar: Run, server: FakeServer) -> None:

@@ -51,6 +51,17 @@ def test_a_backend_that_cannot_be_imported_says_why(mstar: Run) -> None:
     assert "No module named 'a_gpu_library_that_is_missing'" in found["detail"]
 
 
+def test_what_a_backend_prints_is_no_answer(mstar: Run) -> None:
+    code = (
+        "import mstar\nfrom mstar.resources.attention.torch_sdpa import TorchAttention\n"
+        "class Loud(TorchAttention):\n"
+        "    def supports(self, need):\n        print('asked')\n        return 'too loud'\n"
+        "@mstar.hookimpl\ndef mstar_attention_backends():\n    return {'loud': __name__ + ':Loud'}\n"
+    )
+    found = findings(mstar, extra="cli_toys_loud", code=code)["attention loud"]
+    assert (found["state"], found["detail"]) == ("missing", "too loud")
+
+
 def test_a_port_in_use(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

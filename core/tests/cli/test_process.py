@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,28 @@ import pytest
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.launch import _environment
 from mstar.spec.deployment import Deployment
+
+PLUGIN = """
+import mstar
+from dataclasses import replace
+from mstar.testing.miniatures import MINIATURES
+from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer
+from mstar.spec.processor import TextDelta
+
+class Renderer(MiniRenderer):
+    def feed(self, event):
+        for delta in super().feed(event):
+            yield TextDelta("é→" + delta.text)
+
+class Processor(MiniProcessor):
+    def renderer(self, task, prepared):
+        return Renderer({"text": "text"}, task)
+
+@mstar.hookimpl
+def mstar_models():
+    mini = next(mini.spec for mini in MINIATURES if mini.key == "mini_chat")
+    return [replace(mini, key="élan", summary="Größe → ✓", processor=__name__ + ":Processor")]
+"""
 
 
 def process(*words: str, path: Path | None = None, **environ: str) -> dict[str, Any]:
@@ -61,6 +84,32 @@ def test_an_interrupt_while_a_plugin_is_imported_is_one_line(tmp_path: Path) -> 
     done = subprocess.run(**started, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "interrupted while plugin 'endless' was imported\n"
+
+
+# --- encodings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("models",),
+        ("models", "--json"),
+        ("graph", "élan"),
+        ("check", "élan"),
+        ("doctor",),
+        ("run", "élan", "Hi", "--set", "max_tokens=3"),
+        ("run", "élan", "Hi", "--json"),
+    ],
+)
+def test_characters_that_the_terminal_lacks_are_replaced(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "accents.py").write_text(PLUGIN, encoding="utf-8")
+    started = process(*words, path=tmp_path, MSTAR_EXTRA_PLUGINS="accents", PYTHONIOENCODING="ascii", LANG="C")
+    done = subprocess.run(**started, capture_output=True, check=False)
+    assert b"Traceback" not in done.stderr
+    assert done.returncode in (0, 1, 2)
+    assert (done.stdout + done.stderr).isascii()
+    if "--json" in words:
+        assert "é" in str(json.loads(done.stdout)), "JSON loses nothing"
 
 
 # --- outputs that cannot be written --------------------------------------------------------------------------------

@@ -24,9 +24,29 @@ import mstar
 from mstar.spec.request import Done
 from mstar.spec.tasks import ChatTask, GenerateTask, Image, Text
 from mstar.testing.miniatures import MINIATURES
-from mstar.testing.miniatures.common import MiniProcessor, text_of
+from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer, text_of
+from mstar.testing.miniatures.text import Chat
 
 ended = []
+
+class Chatty(MiniProcessor):
+    """Prints what it does."""
+
+    def __init__(self, context):
+        print("loading")
+        super().__init__(context)
+
+    def prepare(self, task, request_id):
+        print("preparing")
+        return super().prepare(task, request_id)
+
+    def renderer(self, task, prepared):
+        return MiniRenderer({"text": "text"}, task)
+
+class ChattyModel(Chat):
+    def build(self, node):
+        print("building")
+        return super().build(node)
 
 class Sizes(MiniProcessor):
     """Says what it was sent: the roles, the texts and the pictures' sizes."""
@@ -48,6 +68,7 @@ def mstar_models():
         *(spec for spec in specs.values() if spec.key != "mini_planner"),
         replace(specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",)),
         replace(specs["mini_chat"], key="speaker", abilities=("speech",)),
+        replace(specs["mini_chat"], key="chatty", processor=__name__ + ":Chatty", model=__name__ + ":ChattyModel"),
     ]
 
 @mstar.hookimpl
@@ -87,6 +108,15 @@ def test_the_whole_text_at_the_end(toys: Run, words: tuple[str, ...]) -> None:
         assert out == text + "\n"
 
 
+@pytest.mark.parametrize("words", [(), ("--no-stream",), ("--json",)])
+def test_what_a_models_code_prints_is_no_answer(toys: Run, words: tuple[str, ...]) -> None:
+    status, out, err = toys("run", "chatty", "Hello", "--set", "max_tokens=5", *words)
+    text = EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"]
+    assert status == 0
+    assert (json.loads(out)["text"] if words == ("--json",) else out.removesuffix("\n")) == text
+    assert {"loading", "building", "preparing"} <= set(err.splitlines())
+
+
 def test_a_timeline_of_the_request(toys: Run, tmp_path: Path) -> None:
     file, config = tmp_path / "trace.json", tmp_path / "d.yaml"
     config.write_text(f"engine: {{threads: 1, trace: {tmp_path / 'other.json'}}}")
@@ -103,6 +133,11 @@ def test_text_from_standard_input(toys: Run, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
     out = toys("run", "mini_chat", "-", "--set", "max_tokens=5")[1]
     assert out == EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"] + "\n"
+
+
+def test_bytes_that_are_no_text_on_standard_input(toys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hell\xff"), encoding="utf-8"))
+    assert toys("run", "mini_chat", "-") == (2, "", "standard input is no utf-8 text: byte 4: invalid start byte\n")
 
 
 def test_audio_goes_to_a_file_and_overwrites_none(toys: Run, tmp_path: Path) -> None:
@@ -152,6 +187,8 @@ def test_files_and_a_system_message_go_in(toys: Run, tmp_path: Path) -> None:
         (("mini_chat", "Hi", "--set", "max_tokns=3"), "unknown parameter 'max_tokns'; did you mean 'max_tokens'?"),
         (("mini_chat", "Hi", "--set", "max_tokens=0"), "the nearest valid value is 1"),
         (("mini_chat", "Hi", "--set", "max_tokens"), "write it as KNOB=VALUE"),
+        (("mini_chat", "Hi", "--want", "audio"), "the model 'mini_chat' does not make 'audio'; known: text"),
+        (("mini_omni", "Hi", "--want", "text,adio"), "does not make 'adio'; did you mean 'audio'?"),
         (("mini_chat",), "nothing to say"),
         (("mini_chat", "Hi", "--file", "no-such-file.png"), "--file no-such-file.png: No such file"),
         (("mini_chat", "Hi", "--task", "chta"), "did you mean 'chat'"),

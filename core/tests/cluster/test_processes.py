@@ -122,6 +122,17 @@ async def test_a_killed_worker_comes_back(caplog: pytest.LogCaptureFixture) -> N
         assert caplog.text.count("SIGKILL") == 1  # the cause is logged once
 
 
+async def test_workers_that_did_their_work_are_replaced_without_growing_pauses() -> None:
+    async with Driver("processes", fake_config()) as driver:
+        for _ in range(3):
+            old = pid(driver)
+            os.kill(old, signal.SIGKILL)
+            await driver.until(lambda: driver.executor.phase.name == "failed")
+            await restarted(driver, old)
+            assert driver.executor._failures == 0  # type: ignore[attr-defined]
+            driver.events.clear()
+
+
 async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
     async with Driver("processes", fake_config(fail_second_start=str(tmp_path / "marker"))) as driver:
         old = pid(driver)

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from mstar.engine.graphs import GraphRunner, Recorder
 from mstar.nn.node import Node, Sampled, Step
-from mstar.resources.attention.base import KVBatch, KVPlan
+from mstar.resources.attention.base import KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.memory import KVMemory
-from mstar.resources.attention.torch_sdpa import TorchAttention, _TorchKVPlan
-from mstar.resources.paged_kv import PagedKV
+from mstar.resources.attention.torch_sdpa import TorchAttention, _TorchKVPlan, _TorchRaggedPlan
 from mstar.resources.sampler import SamplerView
 from mstar.resources.staging import Stage
 from mstar.spec.deployment import EngineOptions
@@ -56,12 +55,17 @@ def _tensor(value: Any) -> Tensor:
 class Refillable(TorchAttention):
     """The torch backend with plans that stay on a lane."""
 
-    capturable = capturable_chunks = True
+    capturable = capturable_chunks = capturable_beside = True
 
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         plan: _TorchKVPlan = stage.keep(f"{key}.plan", lambda: _TorchKVPlan(self, memory, batch))
         plan.batch = batch
         plan._layouts.clear()
+        return plan
+
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        plan: _TorchRaggedPlan = stage.keep(f"{key}.plan", lambda: _TorchRaggedPlan(lengths))
+        plan.__init__(lengths)  # type: ignore[misc]
         return plan
 
 
@@ -93,11 +97,11 @@ def record_steps(monkeypatch: pytest.MonkeyPatch, driver: Driver, rows: int) -> 
     worker = driver.worker
     monkeypatch.setattr("mstar.resources.sampler.SamplerView", _CalledAgain)
     for resource in worker.resources.values():
-        if isinstance(resource, PagedKV):
-            resource.backend, resource.capturable, resource.capturable_chunks = Refillable(), True, True
+        if hasattr(resource, "backend"):
+            resource.backend, resource.capturable, resource.capturable_chunks = Refillable(), True, True  # type: ignore[attr-defined]
     recorder = Rerun()
     runner = SmallRunner(worker.config.deployment.engine, recorder)
     worker.engine.runner = runner
-    tokens = worker.config.deployment.scheduler.max_step_tokens
+    tokens = worker.config.deployment.scheduler.step_tokens("cpu")
     worker.engine.prepare(worker.plan, rows, tokens, lambda done, total: None)
     return runner, recorder

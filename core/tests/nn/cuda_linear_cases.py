@@ -63,15 +63,14 @@ def _ours_up_to_16_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def cut(monkeypatch: pytest.MonkeyPatch) -> object:
     """``cut(layer, rows' cut)``: how any layer is cut from now on."""
 
     def force(chosen: Cut) -> None:
         monkeypatch.setattr(cuda_linear, "config", lambda key: chosen)
         monkeypatch.setattr(cuda_linear, "default", lambda key: chosen)
 
-    yield force
-    cuda_linear.set_deterministic(False)
+    return force
 
 
 def close(got: Tensor, exact: Tensor) -> None:
@@ -141,17 +140,38 @@ def test_a_row_is_the_same_in_any_batch_of_its_class(split: int, cut: object) ->
 def test_deterministic_layers_give_a_row_the_same_alone_and_in_a_prompt() -> None:
     x, weight = draw(70, 256), draw(128, 256, scale=0.1)
     norm = draw(256)
-    cuda_linear.set_deterministic(True)
-    try:
-        together = cuda_linear.norm_linear(x, norm, 1e-5, weight, None)
-        assert together is not None
-        close(together, normed(x, norm, 1e-5) @ weight.double().T)
-        for part in (slice(3, 4), slice(66, 70)):
-            some = cuda_linear.norm_linear(x[part], norm, 1e-5, weight, None)
-            assert some is not None
-            assert torch.equal(some, together[part])
-    finally:
-        cuda_linear.set_deterministic(False)
+    together = cuda_linear.norm_linear(x, norm, 1e-5, weight, None, True)
+    assert together is not None
+    close(together, normed(x, norm, 1e-5) @ weight.double().T)
+    for part in (slice(3, 4), slice(66, 70)):
+        some = cuda_linear.norm_linear(x[part], norm, 1e-5, weight, None, True)
+        assert some is not None
+        assert torch.equal(some, together[part])
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 48), (128, 512)])
+def test_deterministic_layers_of_any_size(n: int, k: int) -> None:
+    """Small ones too; with its input features divided or not."""
+    x, weight, bias, stream = draw(67, k), draw(n, k, scale=0.1), draw(n), draw(67, n)
+    together = cuda_linear.linear(x, weight, bias, True)
+    assert together is not None
+    close(together, x.double() @ weight.double().T + bias.double())
+    added = stream.clone()
+    assert cuda_linear.add_linear(added, x, weight, bias, True)
+    for row in (0, 65):
+        own = slice(row, row + 1)
+        alone, alone_added = cuda_linear.linear(x[own], weight, bias, True), stream[own].clone()
+        assert alone is not None
+        assert torch.equal(alone, together[own])
+        assert cuda_linear.add_linear(alone_added, x[own], weight, bias, True)
+        assert torch.equal(alone_added, added[own])
+
+
+def test_what_deterministic_layers_refuse() -> None:
+    assert cuda_linear.refuses(draw(40, 48), draw(40)) is None
+    assert "float32" in (cuda_linear.refuses(draw(40, 48).float(), None) or "")
+    assert "not a multiple of 16" in (cuda_linear.refuses(draw(40, 50), None) or "")
+    assert "not one plain matrix" in (cuda_linear.refuses(draw(40, 48).T, None) or "")
 
 
 def test_what_the_kernels_do_not_take() -> None:

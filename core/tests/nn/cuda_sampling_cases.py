@@ -222,3 +222,29 @@ def test_the_sampler_draws_the_same_tokens_with_it(chosen: list[dict[str, Any]])
             steps.append(ids.tolist())
         drawn.append(steps)
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_edits_are_those_of_the_reference(rows: int) -> None:
+    """Rows with a mask, with penalties, with both and with neither."""
+    generator = torch.Generator().manual_seed(rows)
+    slots = table(
+        params(),
+        params(repetition_penalty=1.7, frequency_penalty=0.5, presence_penalty=0.25),
+        params(),
+        params(repetition_penalty=0.8, presence_penalty=-1.0),
+        params(frequency_penalty=-0.5),
+    )
+    words = torch.randint(-(2**31), 2**31 - 1, (2, -(-VOCAB // 32)), dtype=torch.int32, generator=generator)
+    marks = torch.randint(0, 4, (4, VOCAB), dtype=torch.int32, generator=generator)
+    marks += torch.randint(0, 2, marks.shape, dtype=torch.int32, generator=generator) << 30
+    marks[0] = 0
+    which, histories = torch.tensor([2, 0, 1, 2, 0][-rows:]), torch.tensor([0, 3, 0, 1, 0][-rows:])
+    index = torch.arange(5)[-rows:]
+    scores = logits(rows)
+    wanted = scores.cpu().clone()
+    sampling.edit(wanted, which, words, index, slots.floats.cpu(), histories, marks)
+    given = (tensor.to(DEVICE) for tensor in (which, words, index))
+    cuda_sampling.edit(scores, *given, slots.floats, histories.to(DEVICE), marks.to(DEVICE))
+    torch.testing.assert_close(scores.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(scores[-1].cpu(), logits(rows)[-1].cpu())

@@ -78,17 +78,23 @@ class _Device:
         for name in ("add_linear", "norm_linear", "norm_gate_up"):
             monkeypatch.setattr(ops, name, getattr(self, name))
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, alike: bool) -> bool:
+        assert not alike
         self.calls.append("add_linear")
         residual.add_(F.linear(x, weight, bias))
         return True
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, alike: bool
+    ) -> Tensor:
+        assert not alike
         self.calls.append("norm_linear")
         return F.linear(F.rms_norm(x, norm.shape, norm, eps), weight, bias)
 
-    def norm_gate_up(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-        gate, up = self.norm_linear(x, norm, eps, weight, bias).chunk(2, -1)
+    def norm_gate_up(
+        self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, alike: bool
+    ) -> Tensor:
+        gate, up = self.norm_linear(x, norm, eps, weight, bias, alike).chunk(2, -1)
         self.calls[-1] = "norm_gate_up"
         return F.silu(gate) * up
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    files = [HERE / f"cuda_{name}_cases.py" for name in ("attention", "linear", "ops", "sampling")]
+    files = [HERE / f"cuda_{name}_cases.py" for name in ("attention", "invariant", "linear", "ops", "sampling")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -90,6 +90,15 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     decoding = _compile(attention._decode, mixed + listed, "eps:fp32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
+    from mstar.nn.ops import cuda_invariant as invariant
+
+    pointers = "q:bf16 keys:bf16 values:bf16 tiles:i32 indices:i32 out:bf16 shares:fp32 sums:fp32 counters:i32"
+    shape = {"stride": 768, "group": 3, "kv_heads": 2, "size": 128, "page": 16, "scale": 0.1, "softcap": 0.0}
+    way = {"window": 99, "causal": True, "fields": 5, "tile": 16, "block": 64, "piece": 512}
+    attending = _compile(invariant._attend, pointers, "most_pieces:i32 lines:i32", **shape, **way)
+    assert "mma.sync" in attending
+    counted = attending.index("atom.global.gpu.acq_rel")
+    assert attending.rindex("st.global", 0, counted) < attending.rindex("bar.sync", 0, counted)
     rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
     sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
     lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
@@ -100,6 +109,10 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
     drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
+    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32"
+    assert _compile(
+        sampling._edit, edited, width=282, **{name: size for name, size in sizes.items() if name != "blocks"}
+    )
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,6 +149,8 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
+    assert ops.fused_edit(torch.device("cuda")) is cuda_sampling.edit
+    assert ops.fused_edit(torch.device("cpu")) is None
 
 
 def test_without_triton_torch_serves() -> None:

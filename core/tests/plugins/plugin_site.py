@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mstar.plugins import Plugins, load_plugins
+from mstar.plugins import BrokenPlugin, Plugins, load_plugins
 from mstar.settings import Settings
 
-__all__ = ["GOOD", "HEAD", "Site", "load"]
+__all__ = ["GOOD", "HEAD", "Site", "broken_by", "load", "names", "the_broken"]
 
 HEAD = "import mstar\n"
 GOOD = HEAD + '@mstar.hookimpl\ndef mstar_engines():\n    return {"good": "good_module:Runner"}\n'
@@ -36,3 +36,19 @@ class Site:
 def load(*extra: str, plugins: tuple[str, ...] = (), block_plugins: tuple[str, ...] = ()) -> Plugins:
     """The core, the extra modules, and of the installed plugins only those that a test allows."""
     return load_plugins(Settings(extra_plugins=extra, plugins=plugins, block_plugins=block_plugins))
+
+
+def names(plugins: Plugins) -> list[str]:
+    return [plugin.name for plugin in plugins.loaded]
+
+
+def the_broken(plugins: Plugins) -> BrokenPlugin:
+    (broken,) = plugins.broken
+    return broken
+
+
+def broken_by(site: Site, *requires: str, code: str = GOOD) -> list[BrokenPlugin]:
+    """What is broken when a plugin with these requirements is installed."""
+    site.module("bound_mod", code)
+    site.distribution("mstar-bound", "1.4", "bound", "bound_mod", *requires)
+    return load(plugins=("bound",)).broken

@@ -7,7 +7,7 @@ import torch
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.recurrent import RecurrentStateResource
-from mstar.resources.staging import Stage
+from mstar.resources.staging import Lane, Stage
 from mstar.spec.errors import SetupError
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState
@@ -59,7 +59,6 @@ def test_writes_are_staged() -> None:
     view = resource.plan(rows)
     view.write("ssm", torch.ones(1, 4))
     assert view.read("ssm").eq(1).all()
-    assert not resource.pool("ssm").any()
     resource.rollback(rows)
     assert values(resource, [owner]) == [0.0]
     add(resource, [owner], [5.0], frozen=True)
@@ -68,6 +67,84 @@ def test_writes_are_staged() -> None:
     view.write("ssm", torch.ones(1, 4))
     resource.commit(rows)  # a chunk of an incomplete call advances the state
     assert values(resource, [owner]) == [1.0]
+
+
+def test_a_failed_step_in_halves_reads_the_old_state() -> None:
+    resource = state()
+    owners = [start(resource, n) for n in "ab"]
+    add(resource, owners, [1.0, 2.0])
+    rows = [Row(o) for o in owners]
+    view = resource.plan(rows)
+    view.write("ssm", torch.full((2, 4), 99.0))
+    resource.rollback(rows)
+    add(resource, owners[1:], [10.0])
+    assert values(resource, owners) == [1.0, 12.0]
+    add(resource, owners[:1], [10.0])
+    assert values(resource, owners) == [11.0, 12.0]
+
+
+def test_a_retracted_step_leaves_the_committed_state() -> None:
+    resource = state()
+    owners = [start(resource, n) for n in "abc"]
+    add(resource, owners, [1.0, 2.0, 3.0])
+    add(resource, owners, [10.0, 20.0, 30.0])
+    resource.retract(Row(owners[1]))
+    assert values(resource, owners) == [11.0, 2.0, 33.0]
+    add(resource, owners, [100.0, 200.0, 300.0])  # the rows lie on different sides now
+    assert values(resource, owners) == [111.0, 202.0, 333.0]
+    rows = [Row(owners[0])]
+    resource.plan(rows)
+    resource.commit(rows)  # a step that wrote nothing
+    resource.retract(rows[0])
+    assert values(resource, owners) == [111.0, 202.0, 333.0]
+
+
+def test_what_a_step_does_not_write_stays() -> None:
+    resource = state()
+    owner = start(resource, "a")
+    rows = [Row(owner)]
+    view = resource.plan(rows)
+    view.write("conv", torch.full((1, 2, 3), 7.0))
+    view.write("ssm", torch.ones(1, 4))
+    resource.commit(rows)
+    for _ in range(3):
+        add(resource, [owner], [1.0])
+    assert resource.plan(rows).read("conv").eq(7).all()
+    assert resource.plan(rows).read("ssm").eq(4).all()
+
+
+def test_a_lane_reads_and_writes_where_its_rows_are_now() -> None:
+    """What a capture has seen once is repeated for other rows, with padding, by the tensors alone."""
+    resource = state(owners=5)
+    stage = resource.context.stage
+    owners = [start(resource, str(i)) for i in range(5)]
+    add(resource, owners, [1.0, 2.0, 3.0, 4.0, 5.0])
+    lane = Lane(4, torch.device("cpu"))
+    stage.begin(lane)
+    view = resource.plan([Row(owners[0])])
+    stage.send()
+    read, write = (lane.tensors["state.places"][2][side, resource.numbers["ssm"]] for side in (0, 1))
+    lane.graph = object()
+
+    def replay(rows: list[Row]) -> None:
+        stage.begin(lane)
+        assert resource.plan(rows) is view
+        stage.send()
+        pool = resource.pool("ssm")
+        pool.index_copy_(0, write, pool.index_select(0, read) * 10)
+
+    view.write("ssm", view.read("ssm") * 10)
+    resource.rollback([])
+    for rows in ([Row(owners[3]), Row(owners[1])], [Row(owners[1])], [Row(o) for o in owners[:4]]):
+        replay(rows)
+        resource.commit(rows)
+    stage.begin()
+    assert values(resource, owners) == [10.0, 2000.0, 30.0, 400.0, 5.0]
+    replay([Row(owners[1]), Row(owners[4])])
+    resource.commit([Row(owners[1]), Row(owners[4])])
+    resource.retract(Row(owners[1]))
+    stage.begin()
+    assert values(resource, owners) == [10.0, 2000.0, 30.0, 400.0, 50.0]
 
 
 def test_the_pool_keeps_its_dtype() -> None:
@@ -105,9 +182,9 @@ def test_sizes_that_cannot_hold_are_refused_with_the_numbers() -> None:
     with pytest.raises(SetupError, match=r"slots=3, but 4 contexts"):
         state(owners=4, spec=RecurrentState(tensors=SPEC.tensors, slots=3))
     one = 2 * 3 * 2 + 4 * 4
-    with pytest.raises(SetupError, match=rf"5 slots of {one} bytes need .* B, more than the memory budget"):
-        state(owners=4, memory=4 * one)
-    assert state(owners=4, memory=5 * one).capacity() == 4
+    with pytest.raises(SetupError, match=rf"5 slots of 2 × {one} bytes need .* B, more than the memory budget"):
+        state(owners=4, memory=9 * one)
+    assert state(owners=4, memory=10 * one).capacity() == 4
     with pytest.raises(SetupError, match="float33"):
         state(spec=RecurrentState(tensors={"x": ((1,), "float33")}))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -241,42 +242,77 @@ class Alternating:
     """Allows even token ids, then odd ones, in turn; remembers what it accepted."""
 
     def __init__(self, vocab: int):
-        self.vocab, self.accepted = vocab, list[int]()
+        self.vocab, self.accepted, self.asked = vocab, list[int](), 0
 
-    def mask(self, row: torch.Tensor) -> None:
+    def mask(self, row: npt.NDArray[np.int32]) -> None:
+        self.asked += 1
         bits = np.zeros(len(row) * 32, dtype=np.uint8)
         bits[len(self.accepted) % 2 : self.vocab : 2] = 1
-        row.copy_(torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32)))
+        row[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token: int) -> None:
         assert token % 2 == len(self.accepted) % 2
         self.accepted.append(token)
 
 
-def test_a_constraint_masks_its_row_and_accepts_committed_tokens() -> None:
+def alternating(vocab: int = VOCAB) -> tuple[ConstraintFactory, dict[str, Alternating]]:
+    """A factory, and what it made, by grammar."""
     made: dict[str, Alternating] = {}
 
-    def factory(grammar: str, vocab: int) -> Alternating:
+    def factory(grammar: str, stop_ids: Sequence[int]) -> Alternating:
         made[grammar] = Alternating(vocab)
         return made[grammar]
 
+    return factory, made
+
+
+def test_a_constraint_masks_its_row_and_accepts_committed_tokens() -> None:
+    factory, made = alternating()
     resource = sampler(constraints=factory)
     owners = [start(resource, "a", seed=1, grammar="g"), start(resource, "b", temperature=0.0)]
     rows = [Row(o) for o in owners]
     answer = []
     for seed in range(6):
         step(resource, owners, logits(2, 50 + seed), complete=False)
+        asked = made["g"].asked
         resource.plan(rows).sample(logits(2, seed))
         resource.rollback(rows)
         ids = step(resource, owners, logits(2, seed))
+        assert made["g"].asked == asked + 2  # a token of no consequence needs no mask
         assert ids[1] == int(logits(2, seed)[1].argmax())
         answer.append(ids[0])
     assert [token % 2 for token in answer] == [0, 1, 0, 1, 0, 1]
+    resource.plan(rows)
     assert made["g"].accepted == answer
 
 
+def test_a_constraint_is_not_told_what_was_retracted() -> None:
+    factory, made = alternating()
+    resource = sampler(constraints=factory)
+    owner = start(resource, "a", seed=1, grammar="g")
+    step(resource, [owner], logits(1))
+    resource.retract(Row(owner))
+    assert step(resource, [owner], logits(1))[0] % 2 == 0
+    resource.plan([Row(owner)])
+    assert len(made["g"].accepted) == 1
+
+
+def test_min_tokens_gives_way_to_a_complete_constraint() -> None:
+    class StopOnly(Alternating):
+        def mask(self, row: npt.NDArray[np.int32]) -> None:
+            row[:] = 0
+            row[0] = 1 << 5
+
+    resource = sampler(constraints=lambda grammar, stop_ids: StopOnly(VOCAB))
+    limits: dict[str, Any] = {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": (5,)}
+    assert step(resource, [start(resource, "a", grammar="g", **limits)], logits(1)) == [5]
+    other = start(resource, "b", grammar="g", allowed_token_ids=(6,), **limits)
+    with pytest.raises(RequestError, match="allows none"):
+        resource.plan([Row(other)])
+
+
 def test_a_grammar_without_a_backend_is_refused() -> None:
-    with pytest.raises(RequestError, match="constraint backend") as caught:
+    with pytest.raises(RequestError, match="not available") as caught:
         start(sampler(), "a", grammar="{}")
     assert caught.value.param == "response_format"
 
@@ -301,7 +337,7 @@ def test_a_session_goes_on_with_new_parameters() -> None:
 def test_histories_exist_only_for_penalties_and_are_given_back() -> None:
     resource = sampler(owners=40)
     plain = [start(resource, f"p{i}") for i in range(3)]
-    assert resource._histories.counts.numel() == 0
+    assert len(resource._histories.marks) == 1
     penal = [start(resource, f"q{i}", prompt=[i], repetition_penalty=1.5) for i in range(20)]
     assert resource._histories.used == 20
     resource.check([*plain, *penal])

@@ -84,6 +84,15 @@ def test_a_wrong_knob_is_named(model: Local) -> None:
         model.chat("hello", coun=4)
 
 
+@pytest.mark.parametrize("want", [("text", "adio"), "adio"])
+def test_an_output_that_the_model_does_not_make_is_refused(model: Local, want: Any) -> None:
+    for ask in (model.chat, model.generate):
+        with pytest.raises(RequestError, match="does not make 'adio'; known: ") as caught:
+            ask("hello", want=want)
+        assert (caught.value.param, caught.value.status) == ("want", 400)
+    assert not runs(model)
+
+
 async def test_the_twins_for_a_running_loop(model: Local) -> None:
     first, second = await asyncio.gather(model.achat("hello", count=3), model.agenerate("hello", count=4))
     assert first == "0 1 2 "
@@ -156,12 +165,6 @@ def test_load_runs_the_real_engine(executor: str) -> None:
         assert "".join(model.chat("abc", max_tokens=5, stream=True)) == first
 
 
-class Ended:
-    """What a result reads of an answer."""
-
-    finish_reason, usage = "done", Usage()
-
-
 def test_a_result_joins_what_belongs_together() -> None:
     frame = np.zeros((1, 2, 2, 3), np.uint8)
     deltas = [
@@ -174,7 +177,7 @@ def test_a_result_joins_what_belongs_together() -> None:
         FramesDelta(frame, 8.0, "video"),
         FramesDelta(np.concatenate([frame, frame]), 8.0, "video"),
     ]
-    result = Result.of(deltas, Ended())  # type: ignore[arg-type]
+    result = Result.of(deltas, "stop", Usage())
     assert (result.text, result.tokens, len(result.logprobs)) == ("ab", (1, 2), 1)
     assert result.audio is not None
     assert result.audio.samples.tolist() == [0, 0, 0, 1, 1]

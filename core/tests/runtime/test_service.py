@@ -354,3 +354,41 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing(options: dict[str,
         await service.start()
     assert service.phase.name == "failed"
     assert sentence in service.phase.detail
+
+
+@pytest.mark.parametrize(("asked", "deployed"), [(0.1, None), (None, 0.1), (100.0, 0.1), (0.1, 100.0)])
+async def test_a_request_ends_in_time_whatever_its_worker_does(
+    monkeypatch: pytest.MonkeyPatch, asked: float | None, deployed: float | None
+) -> None:
+    """This worker knows no time limits."""
+    monkeypatch.setattr("mstar.runtime.service._LATE_S", 0.05)
+    async with running(request_timeout_s=deployed) as service:
+        answer = await service.generate(counting(10**9, timeout=asked))
+        with pytest.raises(RequestError, match=r"longer than 0\.1 s") as caught:
+            await asyncio.wait_for(text(answer), 10)
+        assert (caught.value.status, caught.value.code) == (504, "timeout")
+        assert answer.ended
+        await nothing_runs(service)
+
+        async def closed() -> bool:
+            return service.open_requests == 0
+
+        await until(closed)
+        assert await text(await service.generate(counting(3))) == "0 1 2 "
+
+
+async def test_preparing_counts_as_time() -> None:
+    async with running() as service:
+        with pytest.raises(RequestError, match=r"longer than 0\.05 s"):
+            await service.generate(counting(3, "slow", timeout=0.05))
+        assert service.open_requests == 0
+        assert not service._limits
+
+
+async def test_a_tenant_is_kept_apart_whatever_the_family_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as service:
+        sent: list[Any] = []
+        submit = service._executor.submit
+        monkeypatch.setattr(service._executor, "submit", lambda request: (sent.append(request), submit(request)))
+        await text(await service.generate(counting(1, tenant="alice")))
+    assert (sent[0].tenant, sent[0].cache_salt) == ("alice", "alice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import os
 import random
@@ -205,6 +206,33 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(("plugin", "new", "mstar-newborn", "--yes", "--dir", str(tmp_path)), ENVIRON) == 2
     assert "exists already; nothing is overwritten" in capsys.readouterr().err
     assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("file", "Not a directory"), ("file/below", "Not a directory"), ("x" * 300, "name too long")]
+)
+def test_a_place_where_no_folder_can_be_made(
+    place: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    folder = tmp_path / place
+    assert run(("plugin", "new", "mstar-newborn", "--yes", "--dir", str(folder)), ENVIRON) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{folder / 'mstar-newborn'} cannot be written: ")
+    assert reason in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, *args: Any, **more: Any) -> None:  # root may write anywhere
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert run(("plugin", "new", "mstar-newborn", "--yes", "--dir", str(tmp_path)), ENVIRON) == 2
+    assert "mstar-newborn cannot be written: Permission denied; choose another --dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

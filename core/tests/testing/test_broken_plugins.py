@@ -183,7 +183,8 @@ BATCHES = {
     "test_mixed_knobs",
     "test_seeds",
 }
-REQUESTS = {"test_every_knob_counts", "test_what_cannot_be_served_is_refused"}
+ANSWERS = {"test_every_output_is_made", "test_a_stop_string_ends_the_text"}
+REQUESTS = {"test_every_knob_counts", "test_what_cannot_be_served_is_refused", *ANSWERS}
 
 RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
     # key → the tests that must fail, with what they say; tests that the defect may fail as well
@@ -231,7 +232,22 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
         {"test_requests_end_well": "a sample request failed (internal_error): the model failed on this request: Zero"},
         {*ENDS, *BATCHES, *REQUESTS, "test_close", "test_http_round_trip", "test_nodes_return_what_their_ports_say"},
     ),
-    "wrong_outputs": ({"test_http_round_trip": "the answer has text, which ModelSpec.outputs does not declare"}, set()),
+    "wrong_outputs": (
+        {
+            "test_http_round_trip": "the answer has text, which ModelSpec.outputs does not declare",
+            "test_every_output_is_made": "ModelSpec.outputs declares 'audio', but none of 6 sample requests gave that",
+        },
+        set(),
+    ),
+    "unmade_output": (
+        {"test_every_output_is_made": "ModelSpec.outputs declares 'audio', but none of 6 sample requests gave that"},
+        set(),
+    ),
+    "ignores_stop": ({"test_a_stop_string_ends_the_text": "it should end before the first "}, set()),
+    "goes_on": ({"test_a_stop_string_ends_the_text": "let the renderer set finished = 'stop'"}, set()),
+    "refuses_stop": ({}, set()),
+    "counts_nothing": ({"test_the_prompt_is_counted": "has prompt_tokens=0 (generate)"}, set()),
+    "counts_messages": ({"test_the_prompt_is_counted": "and twice that text has 1 (generate)"}, set()),
     "misspelt_param": (
         {
             "test_requests_end_well": "the request lacks parameter 'shfit' (walk 'generate': call of 'lm': port "
@@ -259,7 +275,7 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
             "test_http_round_trip": "POST /generate was answered 500",
             "test_every_knob_counts": "its renderer raised ValueError: no more",
         },
-        set(),
+        ANSWERS,
     ),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mstar.registry import Registry
-from mstar.spec.deployment import merge_deployment
+from mstar.spec.deployment import Deployment, merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
@@ -17,6 +17,17 @@ from mstar.testing.miniatures import miniature
 @pytest.fixture(scope="module")
 def registry() -> Registry:
     return miniature_registry()
+
+
+def test_a_steps_tokens_follow_the_device_unless_they_are_said(registry: Registry) -> None:
+    """What nobody has said is decided where the device is known: behind the way to the worker's process."""
+    for said, cpu, gpu in ((None, 512, 1024), (77, 77, 77)):
+        deployment = merge_deployment("mini_chat", {"scheduler": {"max_step_tokens": said}})
+        there = Deployment.model_validate(deployment.model_dump(mode="json")).scheduler
+        assert there.max_step_tokens == said
+        assert (there.step_tokens("cpu"), there.step_tokens("cuda")) == (cpu, gpu)
+        driver = Driver(miniature("mini_chat"), registry, scheduler={"max_step_tokens": said})
+        assert driver.worker.scheduler.options.max_step_tokens == cpu  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

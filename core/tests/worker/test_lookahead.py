@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from mstar.engine.engine import Engine, Flight
@@ -46,9 +47,10 @@ def test_the_next_step_is_launched_before_the_last_has_landed(monkeypatch: pytes
     assert order.count("launch") == order.count("land")
 
 
-def test_a_stop_is_never_visible_to_the_client_one_step_late() -> None:
+@pytest.mark.parametrize("key", ["mini_chat", "mini_hybrid"])
+def test_a_stop_is_never_visible_to_the_client_one_step_late(key: str) -> None:
     retracted: list[int] = []
-    mini, drive = driver("mini_chat")
+    mini, drive = driver(key)
     plain = drive.worker.engine.retract
 
     def retract(flight: Flight, index: int) -> None:
@@ -97,3 +99,49 @@ def test_an_arrival_joins_a_batch_that_goes_on_by_itself() -> None:
         for stream, want in mini.expected(example).items():
             assert decode(drive.result(name).get(stream, [])) == want
     drive.assert_empty()
+
+
+@pytest.mark.parametrize("key", ["mini_hybrid", "mini_seq2seq", "mini_rollout"])
+def test_state_of_other_kinds_is_launched_ahead_too(key: str) -> None:
+    """While one step runs the next one is launched; with two in flight the loop lands the first of them."""
+    mini, drive = driver(key)
+    worker, ahead = drive.worker, []
+    plain = worker.ahead._foresee
+
+    def noted(flight: Flight, alone: bool) -> None:
+        plain(flight, alone)
+        ahead.extend(w.call.partition.ahead is not None for w in flight.work)
+
+    worker.ahead._foresee = noted  # type: ignore[method-assign]
+    asked = examples(mini, 6)
+    for name, example in asked.items():
+        drive.submit(name, example)
+    drive.run()
+    assert sum(ahead) > len(ahead) / 2
+    for name, example in asked.items():
+        for stream, want in mini.expected(example).items():
+            got = drive.result(name).get(stream, [])
+            if isinstance(want, str):
+                assert decode(got) == want
+            else:
+                np.testing.assert_allclose(got, want, rtol=1e-6)
+    drive.assert_empty()
+
+
+def test_a_session_goes_on_from_the_state_before_a_retracted_step() -> None:
+    """The request ends by its stop token while its next step is under way; the session's next one must not see it."""
+    hits = 0
+    for seed in range(40):
+        answers = []
+        for lookahead in (False, True):
+            _, drive = driver("mini_hybrid", lookahead)
+            drive.worker.admission._kept = frozenset({"state", "kv", "positions"})
+            asked = Example("abc", {"max_tokens": 12, "stop_token": seed})
+            drive.submit("first", asked, session="s")
+            drive.run()
+            drive.submit("second", Example("b", {"max_tokens": 6}), session="s")
+            drive.run()
+            answers.append([drive.result(name)["text"] for name in ("first", "second")])
+            hits += drive.ended["first"].reason == "stop"  # type: ignore[union-attr]
+        assert answers[0] == answers[1]
+    assert hits

@@ -29,7 +29,7 @@ from mstar.worker import build
 
 TOKEN = 2 * 64 * 4  # bytes: one layer, one head of 64, keys and values in float32
 KV = PagedKV(max_tokens=256)
-STATE = RecurrentState(tensors={"x": ((1000,), "float32")})
+STATE = RecurrentState(tensors={"x": ((500,), "float32")})  # twice 2000 bytes a slot
 CROSS = CrossKV(max_tokens=8)
 
 
@@ -76,7 +76,7 @@ def test_sized_pools_come_first_and_the_others_share_the_rest(registry: Registry
     declared = {"a": KV, "state": STATE, "b": PagedKV(tokens=1024, max_tokens=64), "c": KV}
     made, table = pools(registry, declared, 2_000_000, {"engine": {"memory_fraction": 0.5}}, reserve=100_000)
     state, sized = made["state"].device_bytes(), made["b"].device_bytes()
-    assert (state, sized) == (9 * 4000, (1024 + 16) * TOKEN)  # a page more, for the rows that pad a step
+    assert (state, sized) == (9 * 4000, (1024 + 16) * TOKEN)  # a slot and a page more, for padding rows
     shared = (2_000_000 - 100_000 - state - sized) * 0.5
     halves = [made[name].device_bytes() for name in "ac"]
     assert all(shared / 2 - 16 * TOKEN < half <= shared / 2 + 8 * TOKEN for half in halves)

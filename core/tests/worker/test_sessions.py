@@ -110,3 +110,12 @@ def test_a_busy_worker_drops_old_sessions_too() -> None:
     assert driver.worker.status()["sessions"] == 0
     driver.run()
     driver.assert_empty()
+
+
+def test_tenants_share_names_but_no_sessions() -> None:
+    books = Books(limit=8)
+    pairs = [("", "s"), ("a", "s"), ("b", "s"), ("", "1:a:s"), ("a:s", "t"), ("a", "s:t")]
+    held = [books.sessions.acquire(name, "r", 0.0, tenant) for tenant, name in pairs]
+    assert len({session.key for session in held}) == len(pairs)
+    with pytest.raises(RequestError, match="session 's' is in use"):
+        books.sessions.acquire("s", "r", 0.0, "a")

@@ -6,6 +6,7 @@ once, and every answer that came to its end equals the closed form, which is wha
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,6 +28,7 @@ class WorkerMachine(RuleBasedStateMachine):
     """Small pools, so that admission has to wait; *key* and *overrides* say what is served."""
 
     key: ClassVar[str] = "mini_chat"
+    constrained: ClassVar[bool] = True
     overrides: ClassVar[dict[str, Any]] = {
         "resources": {"kv": {"tokens": 256}},
         "max_concurrent_requests": 5,
@@ -41,6 +43,21 @@ class WorkerMachine(RuleBasedStateMachine):
         doom(self.driver, self.doomed)
         self.asked: dict[str, Example] = {}
         self.cancelled: set[str] = set()
+        self.patterns: dict[str, str] = {}
+
+    @precondition(lambda self: self.constrained)
+    @rule(
+        rng=st.randoms(use_true_random=False),
+        pattern=st.sampled_from(["[a-f]{2,9}", "(ab|cd)+e", "[0-9]{40}"]),
+        penalty=st.sampled_from([0.0, 0.5]),
+    )
+    def arrive_constrained(self, rng: Any, pattern: str, penalty: float) -> None:
+        name = f"r{len(self.asked)}"
+        text = "".join(rng.choices("abcdef", k=rng.randint(1, 20)))
+        knobs = {"temperature": 2.0, "seed": 1, "max_tokens": 12, "frequency_penalty": penalty}
+        self.asked[name], self.patterns[name] = Example(text, knobs), pattern
+        self.driver.submit(name, self.asked[name], response_format={"type": "regex", "regex": pattern})
+        self.driver.take()
 
     @rule(rng=st.randoms(use_true_random=False), count=st.integers(1, 4))
     def arrive(self, rng: Any, count: int) -> None:
@@ -96,6 +113,8 @@ class WorkerMachine(RuleBasedStateMachine):
                 assert end.code == "queue_full" or name in self.doomed, end
             elif end.reason == "cancelled":
                 assert name in self.cancelled
+            elif name in self.patterns:
+                self.assert_obeys(self.patterns[name], decode(driver.result(name)["text"]), end.reason)
             else:
                 self.assert_right(example, dict(driver.result(name)))
         driver.assert_empty()
@@ -107,23 +126,51 @@ class WorkerMachine(RuleBasedStateMachine):
             else:
                 np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=self.mini.tolerance)
 
+    def assert_obeys(self, pattern: str, text: str, reason: str) -> None:
+        if reason == "stop":
+            assert re.fullmatch(pattern, text.removesuffix("."))
+        else:
+            assert (reason, len(text)) == ("length", 12)
+            assert re.fullmatch("[a-f]+|[0-9]+", text)
+
 
 class OmniMachine(WorkerMachine):
+    constrained = False
     key = "mini_omni"
 
 
 class HybridMachine(WorkerMachine):
+    constrained = False
     key = "mini_hybrid"
 
 
 class DenoiseMachine(WorkerMachine):
+    constrained = False
     key = "mini_denoise"
     overrides: ClassVar[dict[str, Any]] = {**WorkerMachine.overrides, "scheduler": {"max_step_rows": 3, "max_queue": 6}}
 
 
 class DuplexMachine(WorkerMachine):
+    constrained = False
     key = "mini_duplex"
     overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
+
+
+class Seq2SeqMachine(WorkerMachine):
+    key = "mini_seq2seq"
+
+
+class TransducerMachine(WorkerMachine):
+    key = "mini_transducer"
+    overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
+
+
+class WorldMachine(TransducerMachine):
+    key = "mini_world"
+
+
+class RolloutMachine(TransducerMachine):
+    key = "mini_rollout"
 
 
 def case(machine: type[WorkerMachine], examples: int) -> Any:
@@ -142,3 +189,7 @@ TestOmni = case(OmniMachine, 15)
 TestHybrid = case(HybridMachine, 15)
 TestDenoise = case(DenoiseMachine, 15)
 TestDuplex = case(DuplexMachine, 15)
+TestSeq2Seq = case(Seq2SeqMachine, 12)
+TestTransducer = case(TransducerMachine, 12)
+TestWorld = case(WorldMachine, 12)
+TestRollout = case(RolloutMachine, 12)

@@ -1,42 +1,62 @@
-"""Running answers: start them, merge what they say, and end them when nobody listens any more."""
+"""Running answers: start them, merge what they say, and end them when nobody listens any more.
+
+:func:`start` is the one way from a route to the engine. What it starts belongs to the exchange that it is called in
+(:mod:`mstar_server.exchange`): it carries the caller's name and the time that is left, and it is cancelled when the
+client leaves or cancels, whatever the route does.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
-
-from fastapi import Request
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from mstar.spec.processor import Delta
 from mstar.spec.tasks import Task
-from mstar_server.errors import ClientGone
+from mstar_server.exchange import current
 from mstar_server.protocols import Answer, Service
 
-__all__ = ["Merged", "begin", "cancel", "start", "unless_gone"]
-
-T = TypeVar("T")
+__all__ = ["Merged", "begin", "cancel", "start"]
 
 QUEUED_DELTAS = 64
 """Deltas that wait for a slow client before its request stops being drained (the engine's back-pressure takes over)."""
 
 
-async def start(service: Service, tasks: Sequence[Task], request_id: str, samples: int | None = None) -> list[Answer]:
+async def start(
+    service: Service, tasks: Sequence[Task], request_id: str, samples: int | None = None, *, outlives: bool = False
+) -> list[Answer]:
     """Start *tasks*; all of them or none.
 
     :param samples: so many tasks in a row (default: all) are samples of one prompt, which is computed once.
+    :param outlives: for work that goes on when its exchange has ended (a job that is asked for later): the caller keeps
+        its own books, and cancels.
     """
     answers: list[Answer] = []
     try:
         for number, task in enumerate(tasks):
             first = number - number % (samples or len(tasks))
             name = request_id if len(tasks) == 1 else f"{request_id}-{number}"
-            answers.append(await service.generate(task, name, None if first == number else answers[first].id))
+            sibling_of = None if first == number else answers[first].id
+            answers.append(await _start_one(service, task, name, sibling_of, outlives))
     except BaseException:
         cancel(answers)
         raise
     return answers
+
+
+async def _start_one(service: Service, task: Task, name: str, sibling_of: str | None, outlives: bool) -> Answer:
+    exchange = current()
+    if exchange is None:
+        return await service.generate(task, name, sibling_of)
+    if outlives:
+        return await service.generate(replace(task, tenant=exchange.tenant), name, sibling_of)
+    exchange.enter()
+    task = replace(task, tenant=exchange.tenant, timeout=exchange.remaining())
+    answer = await service.generate(task, name, sibling_of)
+    exchange.adopt(answer)
+    return answer
 
 
 def cancel(answers: Sequence[Answer]) -> None:
@@ -44,29 +64,6 @@ def cancel(answers: Sequence[Answer]) -> None:
     for answer in answers:
         if answer.finish_reason is None:
             answer.cancel("cancelled")
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of *work*, which is cancelled when the client goes away first (then :class:`ClientGone` is raised).
-
-    The request's body must have been read: what is received after it can only be the disconnect.
-    """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Merged:

@@ -1,15 +1,17 @@
-"""The application: routers from every plugin, one error contract, the limits."""
+"""The application: routers from every plugin, one error contract, the keys, the limits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
+from mstar_server.exchange import ID_HEADER, ExchangeLife
 from mstar_server.hooks import routers
-from mstar_server.middleware import ApiKey, BodyLimit
+from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -32,9 +34,22 @@ def create_app(services: Mapping[str, Service], registry: Registry, options: Ser
         path for router in mounted for route in router.routes if (path := getattr(route, "path", None))
     )
     install_handlers(app)
-    # The last added is the outermost: a request passes the error net, the key, the size.
+    # The last added is the outermost: a request passes its life's watch, the error net, the key, the size. A preflight
+    # of a browser has neither key nor body and is answered before any of them.
     app.add_middleware(BodyLimit, limit=options.max_body_bytes)
-    if options.api_key is not None:
-        app.add_middleware(ApiKey, key=options.api_key)
+    if options.api_key is not None or options.api_keys is not None:
+        app.add_middleware(KeyCheck, ring=KeyRing(options.api_key, options.api_keys))
     app.add_middleware(ErrorMiddleware)
+    app.add_middleware(ExchangeLife, book=state.exchanges)
+    if options.root_path:
+        app.add_middleware(RootPath, path=options.root_path)
+    if options.cors:
+        shown = [ID_HEADER, "Retry-After"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=shown,
+        )
     return app

@@ -25,12 +25,12 @@ from mstar.spec.errors import MstarError, RequestError, nearest
 from mstar.spec.origin import describe
 
 __all__ = [
-    "ClientGone",
     "ErrorMiddleware",
     "as_request_error",
     "error_object",
     "error_response",
     "install_handlers",
+    "refuse",
     "validation_fault",
 ]
 
@@ -46,10 +46,6 @@ _BY_STATUS = {
 
 _LONGEST_TEXT = 4096
 """Characters of a message or a field's name that are sent back."""
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 def as_request_error(error: BaseException, target: str = "") -> RequestError:
@@ -90,12 +86,21 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return Response(msgspec.json.encode(error_object(error)), error.status, headers, "application/json")
 
 
+async def refuse(
+    error: RequestError, scope: Scope, receive: Receive, send: Send, headers: Mapping[str, str] | None = None
+) -> None:
+    """Answer a request, or a websocket that is not open yet, with *error*, from outside the application."""
+    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": error.message})
+        return
+    await error_response(error, headers)(scope, receive, send)
+
+
 def install_handlers(app: FastAPI) -> None:
     """Make *app* answer every fault that a route or the framework raises in the one form."""
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
@@ -123,10 +128,6 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return error_response(validation_fault(faults, error.body))
 
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it: the access log does
-
-
 def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
     """The one of pydantic's *faults* worth showing: the deepest, since a union reports each of its branches."""
     if faults[0]["type"] == "json_invalid":
@@ -142,7 +143,10 @@ def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
     if fault["type"] == "missing":
         return RequestError(f"{param!r} is required", param=param, code="missing_required_parameter")
     if fault["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter {param!r}", param=param, code="unknown_parameter")
+        more = fault.get("ctx", {})  # of models that look for the nearest field
+        param = _dotted([*paths[best], more["field"]]) if "field" in more else param
+        message = f"unknown parameter {param!r}{more.get('nearest', '')}"
+        return RequestError(message, param=param, code="unknown_parameter")
     text = fault["msg"].removeprefix("Value error, ")
     message = f"{param!r}: {text[:1].lower()}{text[1:]}, got {_shown(fault.get('input'))}"
     return RequestError(message, param=param)

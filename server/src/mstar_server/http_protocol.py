@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mstar.spec.errors import RequestError
 from mstar_server.errors import error_object
+from mstar_server.exchange import ID_HEADER, new_id
 
 __all__ = ["BoundedHttp"]
 
@@ -71,7 +72,12 @@ class BoundedHttp(HttpToolsProtocol):
             line = b"HTTP/1.1 400 Bad Request\r\n"
             error = RequestError("the request is not valid HTTP", code="invalid_http")
         body = msgspec.json.encode(error_object(error))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        name = f"{ID_HEADER.lower()}: {new_id()}\r\n".encode()
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+            + name
+            + b"\r\n"
+        )
         self.transport.write(line + head + body)
         self._linger()
 

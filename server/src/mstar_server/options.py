@@ -16,6 +16,12 @@ class ServerOptions:
 
     :param port: 0 takes any free port.
     :param api_key: when set, every route but ``/health*`` wants ``Authorization: Bearer KEY``.
+    :param api_keys: likewise: a file of keys, as ``mstar key`` writes it.
+    :param max_key_requests: requests that a key may have in flight, unless its own record says otherwise; more are
+        answered 429.
+    :param key_requests_per_minute: likewise, requests begun within a minute.
+    :param cors: origins whose pages may use this server (``"*"``: all); none by default.
+    :param root_path: the path below which a proxy shows this server (``"/mstar"``).
     :param max_body_bytes: largest request body; more is answered 413.
     :param max_head_bytes: largest head of a request, all header lines together; more is answered 431.
     :param max_messages: most messages of one chat.
@@ -53,11 +59,19 @@ class ServerOptions:
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
         held back for the first event: until then an error still has its proper status.
     :param drain_s: after SIGTERM, how long running requests may go on.
+    :param load_wait_s: how long a request waits for a model that is loaded on demand, before it is answered 503.
+    :param idle_unload_s: seconds without a request or a session after which such a model is unloaded; ``None``: never.
+    :param max_loaded: most of them loaded at once; the one used longest ago makes room.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
+    api_keys: Path | None = None
+    max_key_requests: int | None = None
+    key_requests_per_minute: int | None = None
+    cors: tuple[str, ...] = ()
+    root_path: str = ""
     max_body_bytes: int = 64 * MIB
     max_head_bytes: int = 64 * 1024
     max_messages: int = 4096
@@ -92,3 +106,6 @@ class ServerOptions:
     stored_responses_days: float = 30.0
     keepalive_s: float = 10.0
     drain_s: float = 30.0
+    load_wait_s: float = 60.0
+    idle_unload_s: float | None = None
+    max_loaded: int | None = None

@@ -31,12 +31,15 @@ def mstar_api() -> Sequence[Any]:
         health,
         models,
         realtime,
+        requests,
         responses,
+        tokens,
         transcriptions,
     )
 
     modules = (
-        health, models, chat, completions, responses, embeddings, transcriptions, realtime, generate, generate_ws,
+        health, models, chat, completions, responses, embeddings, transcriptions, realtime, tokens, generate,
+        generate_ws, requests,
     )  # fmt: skip
     return [module.router for module in modules]
 

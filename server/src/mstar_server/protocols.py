@@ -39,10 +39,15 @@ class Answer(Protocol):
     @property
     def finish_reason(self) -> str | None: ...
 
+    @property
+    def heard(self) -> Mapping[str, int]:
+        """Live stream → how many of its items had been read for the delta that was taken last."""
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
-    async def push(self, stream: str, part: Any, end: bool = False) -> None:
-        """Send *part* (a task part, an array, or ``None``) on one of the request's live streams."""
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
+        """Send *part* (a task part, an array, or ``None``) on one of the request's live streams; gives the positions
+        of its items in the stream."""
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End the request within one step. Does nothing once it has ended."""
@@ -62,6 +67,10 @@ class Service(Protocol):
 
     @property
     def limits(self) -> Mapping[str, Any]: ...
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that are being prepared, waiting or running."""
 
     async def start(self) -> None: ...
 

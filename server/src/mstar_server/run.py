@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -19,8 +19,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from mstar.spec.errors import SetupError
+from mstar.spec.model import ModelSpec
 from mstar_server.app import create_app
+from mstar_server.exchange import name_log_lines
 from mstar_server.http_protocol import BoundedHttp
+from mstar_server.on_demand import Shelf
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
@@ -33,19 +36,36 @@ FLUSH_S = 5
 """How long connections may take to send out what was answered, once all requests have ended."""
 
 
-def serve(services: Mapping[str, Service], registry: Registry, options: ServerOptions | None = None) -> None:
-    """Serve until a signal. Starts and stops *services*. Raises :class:`SetupError` when the port or a model fails."""
+def serve(
+    services: Mapping[str, Service],
+    registry: Registry,
+    options: ServerOptions | None = None,
+    on_demand: Mapping[str, tuple[ModelSpec, Callable[[], Service]]] | None = None,
+) -> None:
+    """Serve until a signal. Starts and stops *services*. Raises :class:`SetupError` when the port or a model fails.
+
+    :param on_demand: models that are loaded when they are first asked for: spec and what makes the service.
+    """
     options = options or ServerOptions()
+    shelf = Shelf(options)
+    later = {key: shelf.add(spec, make) for key, (spec, make) in (on_demand or {}).items()}
+    name_log_lines()
     listener = bind(options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve_async(services, registry, options, listener))
+        runner.run(serve_async({**services, **later}, registry, options, listener))
 
 
 async def serve_async(
     services: Mapping[str, Service], registry: Registry, options: ServerOptions, listener: socket.socket
 ) -> None:
     """:func:`serve` on a running loop and an open *listener*, which is closed at the end."""
-    app = create_app(services, registry, options)
+    try:
+        app = create_app(services, registry, options)
+    except BaseException:
+        listener.close()
+        raise
+    if options.api_key is None and options.api_keys is None and options.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("no API key is asked for: whoever reaches %s may use this server", options.host)
     server = _Server(_uvicorn_config(app, options))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(_start_all(services))

@@ -9,8 +9,11 @@ from typing import Any
 from starlette.requests import HTTPConnection
 
 from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar.spec.processor import Processor
+from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
 from mstar_server.media.decoder import Media
+from mstar_server.on_demand import OnDemand, not_ready
 from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
@@ -41,11 +44,13 @@ class ServerState:
     :ivar responses: those that clients asked to be kept.
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
+    :ivar exchanges: the requests that go on.
     """
 
     def __init__(self, services: Mapping[str, Service], registry: Registry, options: ServerOptions):
         self.services, self.registry, self.options = dict(services), registry, options
         self.draining = False
+        self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
         self.created = int(time.time())
         self.mounted: frozenset[str] = frozenset()
         self.media = Media(options)
@@ -60,9 +65,14 @@ class ServerState:
         self.responses.close()
 
     def tenant(self, request: HTTPConnection) -> str:
-        """Who asks: the name of the key that the request came with; empty where the server wants none."""
-        name: str = request.scope.get("mstar.tenant", "")
-        return name
+        """Who asks: the id of the key that the request came with; empty where the server wants none."""
+        del request
+        exchange = current()
+        return "" if exchange is None else exchange.tenant
+
+    async def processor(self, service: Service) -> Processor:
+        """*service*'s processor, for which a model on demand is loaded."""
+        return (await service.load() if isinstance(service, OnDemand) else service).processor
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""
@@ -81,27 +91,33 @@ class ServerState:
             raise RequestError(message, param="model", code="model_not_found", status=404)
         return service
 
-    def ready(self, model: str | None, ability: str) -> Service:
-        """The service called *model*, able to do *ability* now. Raises 404, 400 (wrong route) or 503 (not ready)."""
+    def ready(self, model: str | None, ability: str | None) -> Service:
+        """The service called *model*, able to do *ability* (``None``: what any can) now, or when it has been loaded
+        (which starting a request waits for). Raises 404, 400 (wrong route), 503 (not ready) or 429 (the caller has too
+        many requests)."""
         service = self.find(model)
         spec = service.spec
-        if ability not in spec.abilities:
+        if ability is not None and ability not in spec.abilities:
             routes = [ROUTES[a] for a in spec.abilities if ROUTES[a] in self.mounted]
             there = f"; use {' or '.join(routes)}" if routes else ""
             message = f"the model {spec.key!r} cannot be used on {ROUTES[ability]}{there}"
             raise RequestError(message, param="model", code="unsupported_route")
         if self.draining:
             raise NotReady("the server is shutting down")
-        phase = service.phase
-        if phase.name != "ready":
-            detail = f", {phase.detail}" if phase.detail else ""
-            raise NotReady(f"the model {spec.key!r} is not ready: {phase.name}{_progress(phase.progress)}{detail}")
+        if isinstance(service, OnDemand) and not service.loaded:
+            service.check_loadable()
+        elif service.phase.name != "ready":
+            raise not_ready(spec.key, service.phase)
+        exchange = current()
+        if exchange is not None:
+            exchange.enter()
         return service
+
+    @property
+    def resident(self) -> dict[str, Service]:
+        """The models that are there from the start: whether the server is ready depends on them."""
+        return {key: service for key, service in self.services.items() if not isinstance(service, OnDemand)}
 
     def adapter(self, ability: str, service: Service) -> Any:
         """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's."""
         return self._adapters[service.spec.key][ability]
-
-
-def _progress(share: float | None) -> str:
-    return "" if share is None else f" ({share:.0%})"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import mstar
 from mstar.cli.commands import Command, Commands, Context, Parser
-from mstar.cli.output import fault, note, table
+from mstar.cli.output import fault, note, table, tolerate_encodings
 from mstar.cli.plugins import note_broken
 from mstar.plugin_code import Interrupted
 from mstar.plugins import Plugins, load_plugins
@@ -24,6 +24,7 @@ def main() -> None:
     """The console script. Exit status: 0; 1 when a fault was found in a model, its deployment or its code, or the
     output cannot be written; 2 when the command cannot be carried out as it was typed; 130 when interrupted; 141 when
     whoever read the output has left."""
+    tolerate_encodings()
     try:
         status = run(sys.argv[1:], os.environ)
         sys.stdout.flush()

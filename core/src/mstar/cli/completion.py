@@ -153,7 +153,9 @@ class _Line:
         metavar = action.metavar if isinstance(action.metavar, str) else ""
         models = context.registry.models
         model = models.get(self.given.get("key", ""))
-        if not action.option_strings and (action.dest == "key" or metavar.startswith("KEY")):
+        if action.dest == "on_demand" or (
+            not action.option_strings and (action.dest == "key" or metavar.startswith("KEY"))
+        ):
             yield from sorted(models)
         elif "|" in metavar:
             yield from (word for word in metavar.split("|") if word == word.lower())

@@ -18,6 +18,7 @@ from mstar.cli.commands import Commands, Context, Parser
 from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, print_json
 from mstar.cli.plugins import remedy
+from mstar.plugin_code import quiet
 
 __all__ = ["register"]
 
@@ -53,7 +54,8 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     ]  # fmt: skip
     if arguments.online:
         checks.append(_hub)
-    findings = [finding for check in checks for finding in check(context)]
+    with quiet():  # plugins' backends are asked
+        findings = [finding for check in checks for finding in check(context)]
     bad = any(finding.state == "bad" for finding in findings)
     if arguments.json:
         print_json({"ok": not bad, "findings": [asdict(finding) for finding in findings]})

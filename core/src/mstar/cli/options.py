@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "note_unknown_licences",
     "port",
     "positive",
+    "seconds",
     "with_json",
     "with_key",
     "with_weights",
@@ -41,12 +43,16 @@ def with_weights(parser: Parser) -> None:
     parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
 
 
-def model_options(parser: Parser) -> None:
-    """How a model is opened: what ``serve`` and ``run`` take."""
+def model_options(parser: Parser, *, several: bool = False) -> None:
+    """How a model is opened: what ``serve`` (which takes *several*) and ``run`` take."""
     with_weights(parser)
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="deployment file (YAML); options given here win over it"
-    )
+    text = "deployment file (YAML); options given here win over it"
+    if several:
+        parser.add_argument(
+            "--config", type=Path, metavar="FILE", action="append", default=[], help=f"{text}; once for each model"
+        )
+    else:
+        parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     parser.add_argument("--device", type=device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
     parser.add_argument(
         "--dtype",
@@ -64,14 +70,15 @@ def model_options(parser: Parser) -> None:
     )
 
 
-def accepting(arguments: argparse.Namespace, context: Context) -> Settings:
-    """The settings, with the consent that ``--accept-licence`` gives. Names in ``MSTAR_ACCEPT_LICENCES`` that are no
-    model's are told."""
+def accepting(arguments: argparse.Namespace, context: Context, *keys: str) -> Settings:
+    """The settings, with the consent that ``--accept-licence`` gives for models *keys* (default: the one argument).
+    Names in ``MSTAR_ACCEPT_LICENCES`` that are no model's are told."""
     note_unknown_licences(context)
     settings = context.settings
     if not arguments.accept_licence:
         return settings
-    return dataclasses.replace(settings, accept_licences=(*settings.accept_licences, arguments.key))
+    accepted = (*settings.accept_licences, *(keys or (arguments.key,)))
+    return dataclasses.replace(settings, accept_licences=accepted)
 
 
 def note_unknown_licences(context: Context) -> None:
@@ -98,6 +105,17 @@ def positive(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 1")
     return int(value)
+
+
+def seconds(value: str) -> float:
+    """A number of seconds, 0 or more."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds, 0 or more")
+    return number
 
 
 def device(value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TextIO
 
 from mstar.spec.sizes import bytes_in_words
 
-__all__ = ["Tree", "bytes_in_words", "fault", "note", "print_json", "table"]
+__all__ = ["Tree", "bytes_in_words", "fault", "note", "print_json", "table", "tolerate_encodings"]
 
 _RED, _YELLOW, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -40,8 +41,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def print_json(answer: Any) -> None:
-    """Write *answer* to stdout as JSON, for programs."""
-    print(json.dumps(answer, indent=2, ensure_ascii=False))
+    """Write *answer* to stdout as JSON, for programs. Characters that stdout's encoding lacks are escaped."""
+    text = json.dumps(answer, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(answer, indent=2)
+    print(text)
+
+
+def tolerate_encodings() -> None:
+    """Let stdout write ``?`` for characters that its encoding lacks, as it is in a terminal with ``LANG=C``; stderr
+    writes them as escapes anyway."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @dataclass

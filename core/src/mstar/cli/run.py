@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.cli.options import accepting, engine_options, model_options, with_json, with_key
 from mstar.cli.output import fault, note, print_json
+from mstar.plugin_code import quiet
 from mstar.registry import load_object
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.knobs import validate_knobs
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 
 if TYPE_CHECKING:
     from mstar.runtime.local import Stream
@@ -60,16 +61,28 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
-    spec = context.registry.model(arguments.key)
+    spec, out = context.registry.model(arguments.key), sys.stdout
     try:
-        task = _task(arguments, spec)  # before anything is loaded: a wrong knob is found at once
-        return _request(arguments, context, task)
+        with quiet():
+            task = _task(arguments, spec)  # before anything is loaded: a wrong knob is found at once
+            result, clock = _request(arguments, context, task, out)
     except RequestError as error:
         fault(str(error))
         return 2 if error.status < 500 else 1
+    files = _write_files(result, arguments.key, arguments.out)
+    if arguments.json:
+        print_json(_facts(arguments.key, result, files, clock))
+        return 0
+    if result.text and arguments.no_stream:
+        print(result.text)
+    for file in files:
+        note(f"wrote {file['path']}")
+    note(_speed(result, clock))
+    return 0
 
 
-def _request(arguments: argparse.Namespace, context: Context, task: Task) -> int:
+def _request(arguments: argparse.Namespace, context: Context, task: Task, out: TextIO) -> tuple[Result, _Clock]:
+    """Load the model and run *task*; its text goes to *out* as it comes, unless it is asked for whole."""
     from mstar.runtime.local import load  # imports numpy, zmq and, to run the model, torch
 
     with load(
@@ -84,18 +97,8 @@ def _request(arguments: argparse.Namespace, context: Context, task: Task) -> int
     ) as model:
         clock = _Clock()
         with model.start(task) as stream:
-            deltas = _read(stream, clock, show=not (arguments.json or arguments.no_stream))
-            result = stream.result(deltas)
-    files = _write_files(result, arguments.key, arguments.out)
-    if arguments.json:
-        print_json(_facts(arguments.key, result, files, clock))
-        return 0
-    if result.text and arguments.no_stream:
-        print(result.text)
-    for file in files:
-        note(f"wrote {file['path']}")
-    note(_speed(result, clock))
-    return 0
+            deltas = _read(stream, clock, None if arguments.json or arguments.no_stream else out)
+            return stream.result(deltas), clock
 
 
 # --- the request -------------------------------------------------------------------------------------------------
@@ -105,11 +108,12 @@ def _task(arguments: argparse.Namespace, spec: ModelSpec) -> Task:
     from mstar.spec.tasks import ChatTask, CompletionTask, GenerateTask, Message, Text
 
     kind = _kind(arguments, spec)
-    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    text = _standard_input() if arguments.text == "-" else arguments.text
     if not text and not arguments.file and kind != "generate":
         raise SetupError(f'mstar run {spec.key}: nothing to say; write it as in: mstar run {spec.key} "Hello"')
     knobs = validate_knobs(spec.knobs, _knobs(arguments.set))
     want = tuple(word.strip() for word in (arguments.want or "").split(",") if word.strip())
+    check_wanted(spec, want)
     parts = tuple(_part(file) for file in arguments.file)
     if kind == "chat":
         said = (*parts, Text(text)) if text else parts
@@ -122,6 +126,13 @@ def _task(arguments: argparse.Namespace, spec: ModelSpec) -> Task:
     if parts:
         raise SetupError("a completion request takes no files")
     return CompletionTask(prompt=text, knobs=knobs, want=want)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SetupError(f"standard input is no {error.encoding} text: byte {error.start}: {error.reason}") from None
 
 
 def _kind(arguments: argparse.Namespace, spec: ModelSpec) -> str:
@@ -187,7 +198,8 @@ class _Clock:
         return time.perf_counter() - self.began
 
 
-def _read(stream: Stream, clock: _Clock, *, show: bool) -> list[Delta]:
+def _read(stream: Stream, clock: _Clock, out: TextIO | None) -> list[Delta]:
+    """All deltas of *stream*. *out*: where their text is shown."""
     from mstar.spec.processor import TextDelta
 
     deltas, open_line = [], False
@@ -195,13 +207,13 @@ def _read(stream: Stream, clock: _Clock, *, show: bool) -> list[Delta]:
         for delta in stream:
             clock.first = clock.now() if clock.first is None else clock.first
             deltas.append(delta)
-            if show and isinstance(delta, TextDelta) and delta.text:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
+            if out is not None and isinstance(delta, TextDelta) and delta.text:
+                out.write(delta.text)
+                out.flush()
                 open_line = not delta.text.endswith("\n")
     finally:
-        if open_line:  # an interrupt too leaves the prompt on a line of its own
-            print()
+        if out is not None and open_line:  # an interrupt too leaves the prompt on a line of its own
+            print(file=out)
     clock.end = clock.now()
     return deltas
 

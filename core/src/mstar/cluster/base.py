@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     :param plugins: names of the installed plugins to use; ``None`` uses all. :param block_plugins: those not to import.
     :param extra_plugins: names of modules to register beside the installed plugins.
     :param trace_plugins: print every hook call on standard error.
+    :param cache: folder for what a worker may keep for its next start; ``None``: it keeps nothing there.
     """
 
     key: str
@@ -44,6 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_plugins: tuple[str, ...] = ()
     extra_plugins: tuple[str, ...] = ()
     trace_plugins: bool = False
+    cache: str | None = None
 
 
 class Executor(abc.ABC):
@@ -53,7 +55,10 @@ class Executor(abc.ABC):
     :param on_phase: called on the same loop whenever the worker's phase changes.
     :param registry: the API process's registry. An executor whose worker lives in this process hands it on; worker
         processes build their own.
+    :cvar in_process: the worker is a thread of this process.
     """
+
+    in_process: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class InlineExecutor(SingleWorkerExecutor):
     so nothing is restarted.
     """
 
+    in_process = True
     _thread: threading.Thread | None = None
 
     async def start(self) -> None:

@@ -23,9 +23,9 @@ from typing import Any
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.launch import Child, launch
 from mstar.cluster.single import SingleWorkerExecutor
-from mstar.cluster.transport import Command, WorkerFailed
+from mstar.cluster.transport import Command, Report, WorkerFailed
 from mstar.spec.errors import FaultFound, SetupError
-from mstar.spec.request import Event
+from mstar.spec.request import Done, Event
 
 __all__ = ["ProcessesExecutor"]
 
@@ -42,7 +42,8 @@ class ProcessesExecutor(SingleWorkerExecutor):
     :param silence_limit_s: longest time without a heartbeat (a stopped process, a step that holds the interpreter's
         lock).
     :param step_limit_s: longest time that one step may take.
-    :param restart_delay_s: pause before the first restart; doubled with every failure in a row, up to 30 s.
+    :param restart_delay_s: pause before the first restart; doubled with every failure in a row, up to 30 s. A worker
+        that has completed a request, or lived for a minute, did not fail in a row with the one before.
     :param stop_grace_s: how long :meth:`stop` waits for the worker to end by itself.
     """
 
@@ -99,6 +100,11 @@ class ProcessesExecutor(SingleWorkerExecutor):
             return  # its requests have been ended already
         for request, message in self._child.send(commands):
             self._end([request], message, "internal_error")
+
+    def _receive(self, reports: Sequence[Report]) -> None:
+        if self._failures and any(type(report) is Done for report in reports):
+            self._failures = 0
+        super()._receive(reports)
 
     def _on_failure(self, report: WorkerFailed) -> None:
         self._last_words = report.message

@@ -28,7 +28,7 @@ from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
 from mstar.resources.staging import Lane, Stage
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.graph import Entry, NodeSpec
 
 __all__ = ["Engine", "Flight"]
@@ -62,6 +62,7 @@ class Engine:
     :param owner: gives the owner of a call's state in one resource: ``(request id, context)`` or a session's.
     :param stage: the one that *resources* were built with.
     :param on_step: told of each step that ran: node, entry, rows, items, seconds.
+    :param viewed: makes of a resource's view what the node gets.
     :ivar trace: told where the time of a step goes; may be replaced between steps.
     """
 
@@ -75,10 +76,11 @@ class Engine:
         device: torch.device,
         dtype: torch.dtype,
         on_step: Callable[[str, str, int, int, float], None] | None = None,
+        viewed: Callable[[Any], Any] | None = None,
     ):
         self.nodes, self.resources, self.runner, self.stage = nodes, resources, runner, stage
         self.device, self.dtype = device, dtype
-        self._owner, self._on_step = owner, on_step
+        self._owner, self._on_step, self._viewed = owner, on_step, viewed
         self.trace = Trace()
         self.steps = 0
 
@@ -147,7 +149,8 @@ class Engine:
         stage.begin(lane)
         views = {}
         for resource, mine in zip(used, rows, strict=True):
-            views[resource.name] = resource.plan(mine, resource.name in entry.frozen)
+            view = resource.plan(mine, resource.name in entry.frozen)
+            views[resource.name] = view if self._viewed is None else self._viewed(view)
         step = make_step(entry.name, work, views, stage, self.device, self.dtype)
         stage.send()
         if op is None:
@@ -179,6 +182,8 @@ class Engine:
             lane.trial = False
             _rollback(entry, used, rows)
             return self._forward(node, entry, op, work, used, rows, lane)
+        except SetupError:
+            raise  # nothing that plain calls would do better
         except Exception as error:
             log.debug("capturing a step of %s.%s failed", node, entry.name, exc_info=error)
             self.runner.give_up(lane, f"{type(error).__name__}: {error}".splitlines()[0])

@@ -17,6 +17,7 @@ be captured runs as plain PyTorch calls, and the log says why, once.
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -41,6 +42,8 @@ _KEPT = 64
 """Most graphs that are captured while serving; the one unused longest makes room."""
 _CHUNKS_WORTH = 2
 """How often a step with prompts must come before it is captured: sizes are few, and first tokens wait for it."""
+_TRIES = 3
+"""Sizes of one entry's steps whose captures fail while serving before no other size is tried."""
 
 _Key = tuple[Any, ...]
 """Node, entry, rows, tokens, variants, shapes."""
@@ -92,18 +95,27 @@ class CudaRecorder(Recorder):
         if self._stream is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         before = torch.cuda.memory_reserved()
+        current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
         except Exception:
+            self._leave(current)
             if not self._recorded:  # a pool that no graph holds is gone
                 self._pool = torch.cuda.graph_pool_handle()
             raise
         self._recorded = True
         self._bytes += max(0, torch.cuda.memory_reserved() - before)
         return result, graph.replay
+
+    def _leave(self, current: torch.cuda.Stream) -> None:
+        """Go back to *current* from a capture that failed. What waits for the device invalidates a capture; torch then
+        stays on its stream and goes on giving its memory out of the pool."""
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):  # a capture that was not invalidated has ended in order
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def bytes(self) -> int:
         return self._bytes
@@ -158,6 +170,7 @@ class GraphRunner(Runner):
         self._seen: dict[Hashable, int] = {}
         self._late: dict[Hashable, None] = {}  # keys captured while serving, least recently used first
         self.faults: dict[Hashable, str] = {}
+        self._failed: dict[tuple[str, str, bool], int] = {}
         self._said: set[tuple[str, str, str]] = set()
         self.captured, self.seconds = 0, 0.0
 
@@ -176,8 +189,8 @@ class GraphRunner(Runner):
         op = work[0].call.op
         counts = [w.tokens for w in work]
         tokens = sum(counts)
-        size = self._size(op.entry, len(work), tokens) if min(counts) else None
-        if size is None or not _plain(op.entry):
+        size = self._size(op.primary, len(work), tokens) if min(counts) else None
+        if size is None or not _plain(op.entry, op.primary):
             return None
         key = (op.call.node, op.entry.name, *size, tuple(sorted(variants.items())), _shapes(op.entry, work[0]))
         lane = self._known_lane(key, variants)
@@ -185,12 +198,13 @@ class GraphRunner(Runner):
             lane.real = (len(work), tokens)
         return lane
 
-    def _size(self, entry: Entry, rows: int, tokens: int) -> tuple[int, int] | None:
-        """The smallest rows and tokens of a lane for a step of *rows* rows of one token each or more."""
+    def _size(self, primary: str | None, rows: int, tokens: int) -> tuple[int, int] | None:
+        """The smallest rows and tokens of a lane for a step of *rows* rows of one token each or more. *primary*: the
+        packed input whose items are the tokens."""
         if tokens == rows:
             size = next((size for size in self._buckets if size >= rows), None)
             return None if size is None else (size, size)
-        if entry.chunk is None:
+        if primary is None:
             return None
         padded = next((size for size in self._chunk_rows if size > rows), None)
         if padded is None:
@@ -204,9 +218,9 @@ class GraphRunner(Runner):
             if key in self._late:
                 self._late[key] = self._late.pop(key)
             return lane
-        if key in self.faults:
+        node, entry, rows, tokens, *_ = key
+        if key in self.faults or self._failed.get((node, entry, rows == tokens), 0) >= _TRIES:
             return None
-        _, _, rows, tokens, *_ = key
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if seen < (self._worth if rows == tokens else min(self._worth, _CHUNKS_WORTH)):
             return None
@@ -220,7 +234,9 @@ class GraphRunner(Runner):
         self, node: str, entry: Entry, rows: int, tokens: int, variants: Mapping[str, Hashable]
     ) -> Lane | None:
         """The lane of a step that is captured before it is asked for; ``None`` if its shapes are not known."""
-        if not _plain(entry) or any(not isinstance(d, int) for p in entry.inputs for d in _inner(entry, p.name)):
+        if not _plain(entry, entry.chunk) or any(
+            not isinstance(d, int) for p in entry.inputs for d in _inner(entry, p.name)
+        ):
             return None
         shapes = tuple((p.name, tuple(_inner(entry, p.name))) for p in entry.inputs)
         return self._add((node, entry.name, rows, tokens, tuple(sorted(variants.items())), shapes), variants)
@@ -237,6 +253,8 @@ class GraphRunner(Runner):
         self._late.pop(lane.key, None)
         self.faults[lane.key] = reason
         node, entry = lane.key[:2]  # type: ignore[index]
+        kind = (node, entry, lane.rows == lane.tokens)
+        self._failed[kind] = self._failed.get(kind, 0) + 1
         if (node, entry, reason) not in self._said:
             self._said.add((node, entry, reason))
             what = (node, entry, lane.rows, lane.tokens, reason)
@@ -269,19 +287,14 @@ class GraphRunner(Runner):
         return {"graphs": self.captured, "graph_bytes": self._recorder.bytes(), "graph_seconds": self.seconds}
 
 
-def _plain(entry: Entry) -> bool:
-    """Whether all inputs have a row each along their first dimension when every row has one item."""
+def _plain(entry: Entry, primary: str | None) -> bool:
+    """Whether all inputs have a row or an item of *primary* each along their first dimension."""
+    items = next((port.shape[0] for port in entry.inputs if port.name == primary), None)
     for port in entry.inputs:
-        beside = port.layout == "packed" and port.name != entry.chunk and not _aligned(entry, port.name)
+        beside = port.layout == "packed" and (items is None or port.shape[0] != items)
         if port.layout == "list" or beside:
             return False
     return bool(entry.inputs)
-
-
-def _aligned(entry: Entry, name: str) -> bool:
-    chunk = next((p for p in entry.inputs if p.name == entry.chunk), None)
-    port = next(p for p in entry.inputs if p.name == name)
-    return chunk is not None and port.shape[0] == chunk.shape[0]
 
 
 def _inner(entry: Entry, name: str) -> tuple[Any, ...]:

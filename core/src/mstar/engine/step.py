@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.graph.calls import CallRun
 from mstar.graph.program import CallOp
-from mstar.graph.run import CallRun
 from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
 from mstar.resources.staging import Lane, Late, Stage, to_device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,10 @@ from mstar.graph.values import Ref
 from mstar.spec.errors import RequestError
 from mstar.spec.graph import CLIENT, Fixed, Ramp, Stream, Whole
 
-__all__ = ["Chunk", "InnerStream", "OutStream"]
+__all__ = ["Chunk", "Heard", "InnerStream", "OutStream"]
+
+Heard = Mapping[str, int]
+"""Client stream → how many of its items went into something. Never changed, only replaced."""
 
 
 @dataclass(slots=True)
@@ -27,7 +32,7 @@ class Chunk:
 class InnerStream:
     """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client."""
 
-    __slots__ = ("_items", "_left", "_new", "_pulls", "closed", "ended", "spec", "total")
+    __slots__ = ("_items", "_left", "_marks", "_new", "_pulls", "closed", "ended", "spec", "total")
 
     def __init__(self, spec: Stream):
         self.spec = spec
@@ -38,6 +43,7 @@ class InnerStream:
         self._left = 0
         self._new = 0
         self._pulls = 0
+        self._marks: deque[tuple[int, Heard]] = deque()  # (first item, what it was computed from), not delivered yet
 
     @property
     def pending(self) -> int:
@@ -53,9 +59,10 @@ class InnerStream:
         """Whether a writer must wait. Never for a reader that waits for the end: both would wait for ever."""
         return not self.closed and self._new >= self.spec.capacity and not isinstance(self.spec.chunk, Whole)
 
-    def write(self, items: Tensor) -> None:
+    def write(self, items: Tensor, heard: Heard | None = None) -> None:
         """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot.
 
+        :param heard: what the items were computed from; :meth:`heard` says so to their reader.
         :raises RequestError: a partition writes more than fits into a stream whose reader takes all of it at once.
         """
         if self.closed or not items.shape[0]:
@@ -67,6 +74,8 @@ class InnerStream:
                 "answer",
                 code="stream_too_long",
             )
+        if heard:
+            self._marks.append((self.total, heard))
         self._items.append(items)
         self._new += items.shape[0]
         self.total += items.shape[0]
@@ -99,6 +108,7 @@ class InnerStream:
         """The reader is gone."""
         self.closed = True
         self._items, self._left, self._new = [], 0, 0
+        self._marks.clear()
 
     @property
     def _wanted(self) -> int | None:
@@ -129,6 +139,18 @@ class InnerStream:
         self._left, self._new = keep, self._new - size
         self._pulls += 1
         return chunk
+
+    def heard(self, before: Heard) -> Heard:
+        """*before*, and what the items were computed from that have been delivered since this was asked last."""
+        delivered = self.total - self._new
+        if self.spec.source == CLIENT:
+            return {**before, self.spec.name: delivered}
+        marks = self._marks
+        while marks and marks[0][0] < delivered:
+            for stream, items in marks.popleft()[1].items():
+                if items > before.get(stream, 0):
+                    before = {**before, stream: items}
+        return before
 
     def blank(self, length: int, device: torch.device, dtype: torch.dtype) -> Chunk:
         """A chunk of zeros, or of nothing, for a pull past the end."""

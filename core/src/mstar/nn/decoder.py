@@ -45,7 +45,7 @@ class GatedMLP(nn.Module):
         """``self(norm(x, delta))`` for the stream *x*; see :class:`DecoderLayer`."""
         layer, hidden = self.gate_up_proj, None
         if delta is None and layer.product is None and self.activation is F.silu:
-            hidden = ops.norm_gate_up(x, norm.weight, norm.eps, layer.weight, layer.bias)
+            hidden = ops.norm_gate_up(x, norm.weight, norm.eps, layer.weight, layer.bias, layer.deterministic)
         if hidden is None:
             hidden = self._activated(layer.after(norm, x, delta))
         return self.down_proj.add_to(x, hidden)

@@ -25,6 +25,7 @@ class Linear(nn.Module):
     """``x @ weight.T + bias``; *weight* ``[out_features, in_features]``, *x* ``[..., in_features]``.
 
     :ivar product: set by :func:`mstar.nn.cpu_linear.prepare_cpu` to a faster way to multiply; ``weight`` is empty then.
+    :ivar deterministic: set by :func:`mstar.nn.deterministic.prepare_deterministic`: see :func:`mstar.nn.ops.linear`.
     """
 
     bias: nn.Parameter | None
@@ -35,16 +36,17 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.product: Product | None = None
+        self.deterministic = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.bias)
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, self.deterministic)
 
     def after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
         """``self(norm(x, delta))``, in one kernel where there is one."""
         if delta is None and self.product is None:
-            out = ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+            out = ops.norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, self.deterministic)
             if out is not None:
                 return out
         return self(norm(x, delta))  # type: ignore[no-any-return]
@@ -54,7 +56,7 @@ class Linear(nn.Module):
 
         :returns: what is still to be added: ``None`` or ``self(x)``.
         """
-        if self.product is None and ops.add_linear(residual, x, self.weight, self.bias):
+        if self.product is None and ops.add_linear(residual, x, self.weight, self.bias, self.deterministic):
             return None
         return self(x)  # type: ignore[no-any-return]
 

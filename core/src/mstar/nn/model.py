@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ class Model(abc.ABC):
     def weights(self, node: str) -> Any:
         """The node's :class:`mstar.weights.names.WeightMap`: published tensor names → parameters. ``None``: the node
         has no published weights."""
+        return None
+
+    def vocabulary(self, sampler: str) -> Sequence[bytes] | None:
+        """The bytes that each token of resource *sampler* stands for, by id; an empty one is never generated inside of
+        a constraint. Called at the first request with a constraint (structured output). ``None``: what the processor
+        reads, ``tokenizer.json`` in the weights' folder."""
         return None
 
     def demand(self, request: EngineRequest) -> Iterable[Demand]:

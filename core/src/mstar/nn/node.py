@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,4 +82,18 @@ class Node(nn.Module):
 
     A node is pure until its step is committed: it writes per-request state only through the views in ``step`` and keeps
     nothing about a request on itself, so that a failed step can be repeated with fewer rows (promise P7).
+
+    :cvar batch_invariant: what its own code computes for a row follows from the row alone, bit for bit: it uses nothing
+        but modules that say the same (those of a Llama's decoder do), indexing and elementwise operations. Needed for
+        ``engine.deterministic`` on a GPU. A subclass with methods of its own must say it again.
     """
+
+    batch_invariant: ClassVar[bool] = False
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """What ``engine.compile`` compiles, each module by itself, with its name in the node. By default the items of
+        every ``ModuleList`` that is called ``layers``. Regions are called as modules (``layer(x)``) and hold the steps'
+        views, which are not compiled, as arguments only."""
+        for path, module in self.named_modules():
+            if isinstance(module, nn.ModuleList) and path.rpartition(".")[2] == "layers":
+                yield from ((f"{path}.{index}", item) for index, item in enumerate(module))

@@ -35,8 +35,8 @@ __all__ = [
     "argmax",
     "as_reports",
     "draw",
+    "edit",
     "filter_threshold",
-    "forbid",
     "min_p_threshold",
     "penalize_counts",
     "penalize_repetition",
@@ -83,25 +83,46 @@ def uniforms(keys: np.ndarray, draws: np.ndarray) -> np.ndarray:
 # --- edits: bias and masks change *scores* (float32 [rows, vocab]) in place, penalties return new ones ---------------
 
 
-def add_bias(scores: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add ``values[i]`` to ``scores[rows[i], ids[i]]``. int64, int64 and float32 ``[n]``."""
-    scores.index_put_((rows, ids), values, accumulate=True)
+def add_bias(scores: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add ``values[i]`` (float32 ``[n]``) to the entry ``places[i]`` (int64 ``[n]``) of *scores* read as one line."""
+    scores.view(-1).index_add_(0, places, values)
 
 
-def forbid(scores: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Make ``ids[i]`` impossible in row ``rows[i]``. int64 ``[n]`` both."""
-    scores.index_put_((rows, ids), scores.new_tensor(-torch.inf))
-
-
-def allow_only(scores: Tensor, rows: Tensor, allowed: Tensor) -> None:
-    """In rows *rows* (int64 ``[n]``) keep only the tokens that *allowed* (bool ``[n, vocab]``) marks."""
-    scores.index_copy_(0, rows, scores[rows].masked_fill_(~allowed, -torch.inf))
+def allow_only(scores: Tensor, rows: Tensor, words: Tensor) -> None:
+    """In rows *rows* (int64 ``[n]``, rising) keep only the tokens that *words* marks: see :func:`unpack_bitmask`."""
+    allowed = unpack_bitmask(words, scores.shape[1])
+    if len(rows) == len(scores):
+        scores.masked_fill_(~allowed, -torch.inf)
+    else:
+        scores.index_copy_(0, rows, scores[rows].masked_fill_(~allowed, -torch.inf))
 
 
 def unpack_bitmask(words: Tensor, vocab: int) -> Tensor:
     """int32 ``[n, ceil(vocab / 32)]``, lowest bit first (the layout of xgrammar), to bool ``[n, vocab]``."""
+    if words.device.type == "cpu":
+        packed = words.numpy().view(np.uint8)
+        return torch.from_numpy(np.unpackbits(packed, axis=1, count=vocab, bitorder="little").view(np.bool_))
     bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)
     return (bits & 1).bool().flatten(1)[:, :vocab]
+
+
+def edit(
+    scores: Tensor, which: Tensor, words: Tensor, slots: Tensor, floats: Tensor, histories: Tensor, marks: Tensor
+) -> None:
+    """Mask *scores* (float32 ``[rows, vocab]``, changed in place) and then apply repetition, frequency and presence
+    penalties, without asking the device: :func:`mstar.nn.ops.cuda_sampling.edit` in plain operations.
+
+    :param which: int64 ``[rows]``: 0 for a row that may sample any token, else 1 + its row in *words*, int32
+        ``[n, ceil(vocab / 32)]`` (see :func:`unpack_bitmask`).
+    :param slots: int64 ``[rows]``: each row's line in *floats*, the columns of ``SlotTable``.
+    :param histories: int64 ``[rows]``: each row's line in *marks*, int32 ``[n, vocab]``: how often each token was
+        generated, plus 2**30 if it was in the prompt. Line 0 is all 0.
+    """
+    allowed = unpack_bitmask(words, scores.shape[1])[(which - 1).clamp_(min=0)]
+    scores.masked_fill_(~(allowed | (which == 0).unsqueeze(1)), -torch.inf)
+    found, params = marks[histories], floats[slots]
+    scores.copy_(penalize_repetition(scores, found != 0, params[:, 3]))
+    scores.copy_(penalize_counts(scores, found & ((1 << 30) - 1), params[:, 4], params[:, 5]))
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ __all__ = ["CausalLM", "CausalLMNode"]
 class CausalLMNode(Node):
     """Packed ids in, one sampled token per row out. Uses ``kv``, ``positions`` and ``sampler``."""
 
+    batch_invariant = True
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.model = DecoderStack(config)

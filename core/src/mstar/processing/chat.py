@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mstar.processing.answer_form import with_answer_form
 from mstar.processing.channels import Channels, ReasoningTags
+from mstar.processing.constraints import checked_grammar
 from mstar.processing.stops import StopStrings
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
 from mstar.processing.tool_calls import ToolFormat, tool_format_of
+from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.processor import Prepared, Processor, ProcessorContext
@@ -108,12 +111,16 @@ class TextProcessor(Processor):
             self.reasoning = self.reasoning or ReasoningTags.of(template.text)
             self.tool_format = self.tool_format or tool_format_of(template.text)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
+        self.grammars = GrammarCompiler(self.tokenizer.vocabulary, self.limits.vocab)
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         ids, param = self.prompt_ids(task)
         if not ids:
             raise RequestError(f"{param} is empty", param=param)
-        params = sampling_params(task, len(ids), param, self.limits, self.tokenizer.stop_ids)
+        stop_ids, tail = self.tokenizer.stop_ids, tuple(ids[-_TAIL:])
+        formed = with_answer_form(task, self.tool_format, self.reasoning, self._thinks(tail))
+        grammar = checked_grammar(formed, self.grammars, stop_ids)
+        params = sampling_params(task, len(ids), param, self.limits, stop_ids, grammar)
         request = EngineRequest(
             id=request_id,
             inputs={"prompt": np.array(ids, dtype=np.int64)},
@@ -125,7 +132,7 @@ class TextProcessor(Processor):
             cache_salt=task.tenant,
         )
         hidden = () if params.ignore_eos else params.stop_token_ids
-        return Prepared(request, prompt_tokens=len(ids), state=_Rendering(hidden, tuple(ids[-_TAIL:])))
+        return Prepared(request, prompt_tokens=len(ids), state=_Rendering(hidden, tail))
 
     def renderer(self, task: Task, prepared: Prepared) -> TextRenderer:
         state: _Rendering = prepared.state
@@ -153,6 +160,22 @@ class TextProcessor(Processor):
     def token_bytes(self, token: int) -> bytes:
         """For log-probabilities: the bytes that *token* stands for."""
         return self.tokenizer.token_bytes(token)
+
+    # --- tokens for clients -------------------------------------------------------------------------------------------
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.context
+
+    def tokenize(self, task: ChatTask | CompletionTask, special: bool = True) -> list[int]:
+        if not special and isinstance(task, CompletionTask) and isinstance(task.prompt, str):
+            return self.tokenizer.encode(task.prompt, special=False)
+        return self.prompt_ids(task)[0]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(self._checked(ids, "tokens"), skip_special=False)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return self.tokenizer.tokens(ids)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
     def prompt_ids(self, task: Task) -> tuple[list[int], str]:
@@ -183,8 +206,6 @@ class TextProcessor(Processor):
             raise RequestError(f"this model has no chat template{hint}", param="messages", code="unsupported_task")
         if task.tools and "tools" not in self.tokenizer.chat_template.reads:
             raise RequestError("tools: this model's chat template does not know any", param="tools", code=_UNSUPPORTED)
-        if task.tool_choice not in (None, "auto", "none"):
-            raise RequestError("tool_choice: this model supports 'auto' and 'none' only", param="tool_choice")
         messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
         tools = task.tools if _usable(task) else ()
         variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}
@@ -195,12 +216,15 @@ class TextProcessor(Processor):
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if prompt else []
-        for i, token in enumerate(prompt):
+        return self._checked(prompt, "prompt")
+
+    def _checked(self, ids: Sequence[int], param: str) -> list[int]:
+        for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.limits.vocab:
                 raise RequestError(
-                    f"prompt[{i}]: {token!r} is no token id (0 to {self.limits.vocab - 1})", param=f"prompt[{i}]"
+                    f"{param}[{i}]: {token!r} is no token id (0 to {self.limits.vocab - 1})", param=f"{param}[{i}]"
                 )
-        return list(prompt)
+        return list(ids)
 
     def _generate(self, task: GenerateTask) -> list[int]:
         if task.live:
@@ -264,9 +288,17 @@ def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def sampling_params(
-    task: Task, prompt_tokens: int, prompt_param: str, limits: Limits, stop_ids: Sequence[int]
+    task: Task,
+    prompt_tokens: int,
+    prompt_param: str,
+    limits: Limits,
+    stop_ids: Sequence[int],
+    grammar: str | None = None,
 ) -> SamplingParams:
-    """The engine's sampling parameters for *task*, or a ``RequestError`` that names the field at fault."""
+    """The engine's sampling parameters for *task*, or a ``RequestError`` that names the field at fault.
+
+    :param grammar: the task's constraint: see :func:`~mstar.processing.constraints.checked_grammar`.
+    """
     knobs = task.knobs
     if not isinstance(knobs, SamplingKnobs):
         raise TypeError(f"the knobs of a text model must derive from SamplingKnobs, not {type(knobs).__name__}")
@@ -293,7 +325,7 @@ def sampling_params(
         stop_token_ids=tuple(stop_ids),
         ignore_eos=knobs.ignore_eos,
         logprobs=task.logprobs,
-        grammar=_grammar(task),
+        grammar=grammar,
     )
 
 
@@ -312,11 +344,3 @@ def _checked_bias(bias: Mapping[int, float], vocab: int) -> dict[int, float]:
         if not math.isfinite(value) or abs(value) > 100:
             raise RequestError(f"logit_bias: -100 to 100 for token {token}, got {value}", param="logit_bias")
     return dict(bias)
-
-
-def _grammar(task: Task) -> str | None:
-    """The response format as canonical JSON, for the constraint backend; free text needs no constraint."""
-    form = task.response_format if isinstance(task, ChatTask) else None
-    if form is None or form.get("type") == "text":
-        return None
-    return json.dumps(form, sort_keys=True)

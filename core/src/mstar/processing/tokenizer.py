@@ -8,7 +8,7 @@ need neither. A ``tokenizer.json`` holds the whole tokenizer (normaliser, model,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from mstar.processing.token_bytes import token_speller
+from mstar.processing.user_text import UserText
 from mstar.spec.errors import RequestError, SetupError
 
 __all__ = ["ChatTemplate", "TextTokenizer", "read_json"]
@@ -62,6 +63,7 @@ class TextTokenizer:
             raise SetupError(f"{path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._user_text = UserText(self._tokenizer)
         self.folder = folder
         self.config = read_json(folder, "tokenizer_config.json")
         self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
@@ -84,16 +86,23 @@ class TextTokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError:
-            # the library's answer to half a surrogate pair, which JSON can spell and UTF-8 cannot
-            raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from None
+            raise _lone_surrogate() from None
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each of *ids* as the vocabulary writes it (``"Ġthe"``); the empty string for one that it lacks."""
+        return [self._tokenizer.id_to_token(token) or "" for token in ids]
 
     @cached_property
     def token_bytes(self) -> Callable[[int], bytes]:
         """The bytes that a token stands for; see :mod:`mstar.processing.token_bytes`."""
         return token_speller(self._tokenizer)
+
+    def vocabulary(self) -> list[bytes]:
+        """:attr:`token_bytes` of all ids."""
+        return [self.token_bytes(token) for token in range(self.vocab_size)]
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -107,12 +116,33 @@ class TextTokenizer:
         return () if found is None else (found,)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        trusted: Collection[str] = (),
+        **variables: Any,
     ) -> list[int]:
-        """Ids of a conversation. The template writes all special tokens itself. See :meth:`ChatTemplate.render`."""
+        """Ids of a conversation. See :meth:`ChatTemplate.render`.
+
+        Special tokens are the template's: what *messages* and *tools* spell like one is text.
+
+        :param trusted: special tokens that a processor has put into messages itself (placeholders of pictures), after
+            making sure that no client wrote them.
+        """
         if self.chat_template is None:
             raise RequestError("this model has no chat template", param="messages")
-        return self.encode(self.chat_template.render(messages, tools, **variables), special=False)
+        try:
+            (messages, tools), marks = self._user_text.mark((messages, tools), trusted)
+        except TypeError:
+            raise _lone_surrogate() from None
+        text = self.chat_template.render(messages, tools, **variables)
+        return self._user_text.encode(text, marks) if marks else self.encode(text, special=False)
+
+
+def _lone_surrogate() -> RequestError:
+    """The library's ``TypeError`` for half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return RequestError("the text is not valid Unicode: it holds a lone surrogate")
 
 
 class ChatTemplate:

@@ -16,7 +16,7 @@ This module imports no torch: schedulers and tests use it bare.
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,13 +67,17 @@ class Usage(NamedTuple):
 class ResourceContext:
     """What a resource is built from. *device* and *dtype* are torch objects; *max_owners* is the most contexts that may
     be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes;
-    *stage* takes a step's host data to the device, the same one for all resources of a worker."""
+    *deterministic*: see :attr:`Resource.batch_invariant`; *stage* takes a step's host data to the device, the same one
+    for all resources of a worker; *vocabulary* gives the bytes of each token that a sampler chooses from, if they are
+    known (:meth:`mstar.nn.model.Model.vocabulary`)."""
 
     device: Any
     dtype: Any
     max_owners: int
     memory: int | None = None
     attention_backends: Sequence[Any] = ()
+    deterministic: bool = False
+    vocabulary: Callable[[], Sequence[bytes]] | None = None
     stage: Stage = field(kw_only=True)
 
 
@@ -91,6 +95,10 @@ class Resource(abc.ABC):
     speculates: bool = False
     """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
     before ended its loop."""
+
+    batch_invariant: bool = False
+    """Whether, in a deterministic context, what its views compute for a row follows from the row alone, bit for bit.
+    Others are refused with ``engine.deterministic`` on a GPU."""
 
     def __init__(self, name: str, spec: Any, context: ResourceContext):
         self.name, self.spec, self.context = name, spec, context

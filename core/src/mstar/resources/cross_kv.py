@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,11 +25,17 @@ class CrossView:
     """What a node uses: :meth:`write` in the entry that has the encoder's output, :meth:`attend` in the one that
     reads."""
 
-    def __init__(self, resource: CrossKV, rows: Sequence[Row], frozen: bool):
-        self._resource, self._rows, self._frozen = resource, rows, frozen
+    def __init__(self, resource: CrossKV):
+        self._resource = resource
+        self._plans: dict[tuple[int, ...], KVPlan] = {}
+
+    def fill(self, rows: Sequence[Row], frozen: bool, plan: KVPlan | None) -> None:
+        """Plan a step. *plan*: of the rows' own lengths, on a lane, where the node is called for the first step only;
+        there it is the same in each step."""
+        self._rows, self._frozen, self._lane_plan = rows, frozen, plan
         self._places: Tensor | None = None
         self._written: set[int] = set()
-        self._plans: dict[tuple[int, ...], KVPlan] = {}
+        self._plans.clear()
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the memory of each row: *k*, *v* packed ``[N, kv_heads, head_dim]``, a row's length being its memory's.
@@ -38,6 +45,8 @@ class CrossView:
         """
         if layer in self._written:
             raise IntegrityError(f"layer {layer} of {self._resource.name!r} is written twice in one step")
+        if self._lane_plan is not None:
+            raise IntegrityError(f"{self._resource.name!r} cannot be written in a captured step")
         if self._frozen:
             raise IntegrityError(f"{self._resource.name!r} is frozen in this entry: it cannot be written")
         if self._places is None:
@@ -53,6 +62,10 @@ class CrossView:
 
         :param lengths: queries of each row, by default the rows' lengths in this step.
         """
+        if self._lane_plan is not None:
+            if lengths is not None:
+                raise IntegrityError(f"a captured step reads {self._resource.name!r} with its rows' lengths only")
+            return self._lane_plan.attend(layer, q, None, None, causal=False, scale=scale)
         key = tuple(lengths) if lengths is not None else tuple(row.length for row in self._rows)
         plan = self._plans.get(key)
         if plan is None:
@@ -64,9 +77,12 @@ class CrossKV(SlotResource):
     """One slot per context, written once and read every step. Its view is a :class:`CrossView`.
 
     A written memory is seen by other steps once its step is committed; until then it lies in a slot that nothing reads.
+    A captured step can read memories that were written before; one slot more than owners have, of a single position, is
+    what its padding reads.
     """
 
     kind = "cross_kv"
+    speculates = True
     spec: specs.CrossKV
 
     def __init__(self, name: str, spec: specs.CrossKV, context: ResourceContext):
@@ -85,12 +101,15 @@ class CrossKV(SlotResource):
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
         slot_bytes = spec.max_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
-        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", slots, slot_bytes, context)
+        check_budget(name, f"{slots} slots of max_tokens={spec.max_tokens}", slots, slot_bytes, context, spare=1)
         self.memory = KVMemory(
-            spec.layers, slots * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
+            spec.layers, (slots + 1) * spec.max_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )
+        self._padding = slots
         self._lengths: dict[Owner, int] = {}  # of committed memories; open owners only
         self._staged: dict[Owner, int] = {}
+        self._fresh: set[Owner] = set()  # whose memory their last step has written
+        self.capturable, self.capturable_chunks = self.backend.capturable, self.backend.capturable_chunks
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         super().open(owner, request)
@@ -100,9 +119,21 @@ class CrossKV(SlotResource):
         super().close(owner)
         self._lengths.pop(owner, None)
         self._staged.pop(owner, None)
+        self._fresh.discard(owner)
+
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        """Steps whose rows have no memory yet are to write it: they run without a graph."""
+        return () if self.capturable and all(self._lengths[row.owner] for row in rows) else None
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> CrossView:
-        return CrossView(self, rows, frozen)
+        stage = self.context.stage
+        plan = None
+        if stage.lane is not None:
+            lengths = stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows)))
+            plan = self.plan_read(rows, lengths)
+        view: CrossView = stage.keep(f"{self.name}.view", lambda: CrossView(self))
+        view.fill(rows, frozen, plan)
+        return view
 
     def stage(self, rows: Sequence[Row]) -> Tensor:
         """Places int64 ``[N]`` for the memories of *rows*, which :meth:`commit` makes theirs."""
@@ -121,23 +152,31 @@ class CrossKV(SlotResource):
         _, places = flat_positions(slots * self.spec.max_tokens, lengths)
         return self.context.stage.put(f"{self.name}.places", places)
 
-    def plan_read(self, rows: Sequence[Row], lengths: Sequence[int]) -> KVPlan:
-        """Plan *lengths* queries over the memories of *rows*."""
-        memories = [self._staged.get(row.owner, 0) or self._lengths[row.owner] for row in rows]
-        for row, memory in zip(rows, memories, strict=True):
+    def plan_read(self, rows: Sequence[Row], lengths: Sequence[int] | npt.NDArray[np.int64]) -> KVPlan:
+        """Plan *lengths* queries over the memories of *rows*, and of padding if there are more."""
+        memories = np.ones(len(lengths), np.int64)
+        memories[: len(rows)] = [self._staged.get(row.owner, 0) or self._lengths[row.owner] for row in rows]
+        for row, memory in zip(rows, memories.tolist(), strict=False):
             if not memory:
                 raise IntegrityError(f"the memory of {row.owner} in {self.name!r} is read before it was written")
-        tables = np.fromiter((self._slots[row.owner] for row in rows), np.int32, len(rows))[:, None]
-        batch = KVBatch(
-            np.asarray(lengths, np.int64), np.asarray(memories, np.int64), tables, self.spec.max_tokens, step_kv="none"
-        )
+        tables = np.full((len(lengths), 1), self._padding, np.int32)
+        tables[: len(rows), 0] = [self._slots[row.owner] for row in rows]
+        batch = KVBatch(np.asarray(lengths, np.int64), memories, tables, self.spec.max_tokens, step_kv="none")
         return self.backend.plan_kv(self.memory, batch, self.context.stage, self.name)
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
-        if self._staged:
-            for row in rows:
-                if row.owner in self._staged:
-                    self._lengths[row.owner] = self._staged.pop(row.owner)
+        for row in rows if self._staged or self._fresh else ():
+            staged = self._staged.pop(row.owner, 0)
+            if staged:
+                self._lengths[row.owner] = staged
+                self._fresh.add(row.owner)
+            else:
+                self._fresh.discard(row.owner)
+
+    def retract(self, row: Row) -> None:
+        if row.owner in self._fresh:
+            self._fresh.remove(row.owner)
+            self._lengths[row.owner] = 0
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +103,7 @@ class PagedKV(Resource):
 
     kind = "paged_kv"
     speculates = True
+    batch_invariant = True
     spec: specs.PagedKV
 
     def __init__(self, name: str, spec: specs.PagedKV, context: ResourceContext):
@@ -123,6 +124,7 @@ class PagedKV(Resource):
                 page_size=spec.page_size,
                 windows=frozenset(window for window in spec.windows if window is not None),
                 kv_dtype=dtype,
+                deterministic=context.deterministic,
             ),
             spec.backend,
         )
@@ -197,7 +199,7 @@ class PagedKV(Resource):
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
-        return () if self.capturable and not frozen else None
+        return () if self.capturable and (not frozen or self.backend.capturable_beside) else None
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
         stage, size = self.context.stage, self.pool.page_size
@@ -214,7 +216,8 @@ class PagedKV(Resource):
             if pages > most:  # only padding can be longer than a context may be: its page is there again and again
                 tables = np.pad(tables, ((0, 0), (0, pages - most)), mode="edge")
             most = max(most, self.pool.units(stage.lane.tokens))
-        batch = KVBatch(lengths, starts, tables, size, "beside" if frozen else "written", most_pages=most)
+        kept: Literal["written", "beside"] = "beside" if frozen else "written"
+        batch = KVBatch(lengths, starts, tables, size, kept, most_pages=most, query_heads=self.spec.query_heads)
         plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
         where = stage.put(f"{self.name}.positions", positions)
         places = None

@@ -43,6 +43,7 @@ class PositionsResource(SlotResource):
     """
 
     kind = "positions"
+    batch_invariant = True
     capturable = True
     capturable_chunks = True
     speculates = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.resources.attention import AttentionBackend, AttentionNeed, RaggedPlan, pick_backend
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.staging import Stage
 from mstar.spec import resources as specs
 from mstar.spec.errors import MstarError
 from mstar.spec.request import EngineRequest
@@ -19,9 +21,15 @@ __all__ = ["RaggedAttention", "RaggedView"]
 class RaggedView:
     """What a node uses: attention within each row, or within given segments."""
 
-    def __init__(self, backend: AttentionBackend, lengths: Sequence[int]):
-        self._backend, self._lengths = backend, tuple(lengths)
+    def __init__(self, backend: AttentionBackend, stage: Stage, key: str):
+        self._backend, self._stage, self._key = backend, stage, key
         self._plans: dict[tuple[int, ...], RaggedPlan] = {}
+        self._lane_plan: RaggedPlan | None = None
+
+    def fill(self, lengths: Sequence[int], plan: RaggedPlan | None) -> None:
+        """Plan a step whose rows have *lengths*. *plan*: theirs on a lane, the same in each step."""
+        self._lengths, self._lane_plan = tuple(lengths), plan
+        self._plans.clear()
 
     def attend(
         self,
@@ -36,12 +44,17 @@ class RaggedView:
         """Attention ``[N, heads, head_dim]`` of packed *q* over packed *k*, *v* ``[N, kv_heads, head_dim]``.
 
         :param lengths: lengths of consecutive segments that attend within themselves, by default the rows' lengths
-            (windows of a ViT, chunks of an audio encoder: several segments a row). They must add up to ``N``.
+            (windows of a ViT, chunks of an audio encoder: several segments a row). They must add up to ``N``. A step
+            with segments of its own runs without a graph: a capture would hold on to them.
         """
+        if self._lane_plan is not None:
+            if lengths is not None:
+                raise MstarError("attention within given segments")
+            return self._lane_plan.attend(q, k, v, causal=causal, scale=scale)
         segments = self._lengths if lengths is None else tuple(lengths)
         plan = self._plans.get(segments)
         if plan is None:
-            plan = self._plans[segments] = self._backend.plan_ragged(segments)
+            plan = self._plans[segments] = self._backend.plan_ragged(segments, self._stage, self._key)
         if sum(segments) != q.shape[0]:
             raise MstarError(f"segments of {sum(segments)} items in all for {q.shape[0]} packed items")
         return plan.attend(q, k, v, causal=causal, scale=scale)
@@ -51,6 +64,7 @@ class RaggedAttention(Resource):
     """No state: every context is admitted and costs nothing. Its view is a :class:`RaggedView`."""
 
     kind = "ragged_attention"
+    speculates = True
     spec: specs.RaggedAttention
 
     def __init__(self, name: str, spec: specs.RaggedAttention, context: ResourceContext):
@@ -60,6 +74,8 @@ class RaggedAttention(Resource):
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
         self._owners: set[Owner] = set()
+        self.capturable = self.backend.capturable_beside
+        self.capturable_chunks = self.backend.capturable_beside and self.backend.capturable_chunks
 
     def units(self, tokens: int) -> int:
         return 0
@@ -86,8 +102,18 @@ class RaggedAttention(Resource):
     def skip(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> None:
         """Nothing to take over."""
 
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        return () if self.capturable else None
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RaggedView:
-        return RaggedView(self.backend, [row.length for row in rows])
+        stage = self.context.stage
+        lengths = stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows))).tolist()
+        view: RaggedView = stage.keep(f"{self.name}.view", lambda: RaggedView(self.backend, stage, self.name))
+        view.fill(lengths, None if stage.lane is None else self.backend.plan_ragged(lengths, stage, self.name))
+        return view
+
+    def retract(self, row: Row) -> None:
+        """Nothing to undo."""
 
     def usage(self) -> Usage:
         return Usage(0, 0)

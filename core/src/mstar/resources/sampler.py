@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from mstar.nn import ops, sampling
 from mstar.nn.node import Sampled
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.grammars import GrammarCompiler
+from mstar.resources.sampler_edits import Edits, Masks, bias_room
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
-from mstar.resources.slotted import SlotResource
+from mstar.resources.slotted import SlotResource, check_budget
 from mstar.resources.staging import Late, Stage, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
@@ -25,6 +28,15 @@ __all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
 
 _REMEMBERED = 8
 """Sets of rows whose parameters are kept: a step's, with and without padding, and those of steps that take turns."""
+
+
+class Variant(NamedTuple):
+    """What a captured step does: whether unlikely tokens are dropped, whether logits are edited before, and how many
+    entries of ``logit_bias`` there may be."""
+
+    filters: bool = False
+    edits: bool = False
+    bias: int = 0
 
 
 class SamplerView:
@@ -39,13 +51,23 @@ class SamplerView:
         self.sampled: list[Tensor] = []
         """int64 ``[rows]``, one for each call of :meth:`sample`."""
 
-    def fill(self, rows: RowParams, index: Tensor, numbers: Tensor, real: int, filters: bool, replay: bool) -> None:
+    def fill(
+        self,
+        rows: RowParams,
+        index: Tensor,
+        numbers: Tensor,
+        real: int,
+        filters: bool,
+        edits: Edits | None,
+        replay: bool,
+    ) -> None:
         """Plan a step of *rows*, of which the first *real* are no padding.
 
         :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for
             so many uses of the sampler. :param replay: the node is not called; a graph repeats what its calls did.
         """
-        self.rows, self.index, self.numbers_sent, self.real, self.filters = rows, index, numbers, real, filters
+        self.rows, self.index, self.numbers_sent, self.real = rows, index, numbers, real
+        self.filters, self.edits = filters, edits
         if not replay:
             self.sampled, self._logits = [], []
 
@@ -53,8 +75,8 @@ class SamplerView:
         """Choose one token per row. *logits*: ``[rows, vocab]`` in row order, any float dtype; they are not changed.
 
         May be called several times in a step (one call per codebook): each call uses random numbers of its own;
-        penalties and constraints see tokens of earlier steps only. Rows whose call is not complete are sampled to no
-        consequence.
+        penalties, ``min_tokens`` and constraints see tokens of earlier steps only. Rows whose call is not complete are
+        sampled to no consequence.
         """
         expected = (len(self.rows.slots), self._resource.spec.vocab)
         if tuple(logits.shape) != expected:
@@ -102,11 +124,20 @@ class SamplerResource(SlotResource):
     the device. They are known when a step is planned, so a captured graph can read them from a static tensor that is
     filled then.
 
-    :param constraints: makes the constraint of a request with a grammar; ``None``: such requests are refused.
+    *Edits.* Masks (of a grammar, of allowed tokens, of stop tokens before ``min_tokens``) are made on the host when a
+    step is planned and travel with it. Penalties read a table of token counts: on a GPU one of fixed size, a row for
+    each owner, which captured graphs can read; on the CPU one that grows with those who use a penalty.
+
+    *Constraints.* What a step sampled in a constrained row is read when the row's next step is planned. Such a step is
+    never launched ahead (:meth:`mstar.graph.run.RequestRun.foresee`), so nobody waits for it.
+
+    :param constraints: makes the constraint of a request with a grammar; by default xgrammar's, for the vocabulary in
+        *context*. Without either such requests are refused.
     """
 
     kind = "sampler"
     speculates = True
+    batch_invariant = True
     capturable = True
     capturable_chunks = True
     spec: Sampler
@@ -116,47 +147,58 @@ class SamplerResource(SlotResource):
     ):
         super().__init__(name, spec, context, slots=context.max_owners)
         self._device = torch.device(context.device)
+        if constraints is None and context.vocabulary is not None:
+            constraints = GrammarCompiler(context.vocabulary, spec.vocab).matcher
         self._constraints = constraints
-        self._fused = ops.fused_sample(self._device)
+        self._fused, self._fused_edit = ops.fused_sample(self._device), ops.fused_edit(self._device)
+        fixed = self._device.type != "cpu"
+        if fixed:
+            what = f"the token counts of {context.max_owners} contexts"
+            check_budget(name, what, context.max_owners, 4 * spec.vocab, context, spare=1)
+            # without the kernels, filters ask the device
+            self.capturable = self.capturable_chunks = self._fused is not None
         # The last slot is that of the rows which pad a captured step.
         self._padding = context.max_owners
         self._table = SlotTable(context.max_owners + 1, self._device)
-        self._states: dict[int, SlotParams] = {self._padding: SlotParams(SamplingParams(temperature=0.0))}
+        self._states: dict[int, SlotParams] = {self._padding: SlotParams(SamplingParams(temperature=0.0), spec.vocab)}
         self._table.set(self._padding, self._states[self._padding].params)
         self._keys = np.zeros(context.max_owners + 1, dtype=np.uint64)
         self._drawn = np.zeros(context.max_owners + 1, dtype=np.int64)
-        self._histories = TokenHistories(spec.vocab, self._device)
+        self._histories = TokenHistories(spec.vocab, self._device, rows=context.max_owners if fixed else None)
         self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
         self._gathered: dict[tuple[int, ...], RowParams] = {}  # by slots, until a slot changes hands
         self._pending: SamplerView | None = None
         self._most_calls = 1  # uses of the sampler in one step, so far
         self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
         self._recent: dict[int, list[Tensor]] = {}  # what it sampled there, for slots with penalties
+        # What constraints were not told yet, by slot: the step's constrained tokens, and which of them is the slot's.
+        self._untold: dict[int, list[tuple[Late, int]]] = {}
 
     # --- life -------------------------------------------------------------------------------------------------------
     def open(self, owner: Owner, request: EngineRequest) -> None:
         slot = self._slots[owner]
         params = request.sampling.get(self.name) or SamplingParams()
-        state = SlotParams.build(params, self.spec.vocab, self._device)
+        state = SlotParams.build(params, self.spec.vocab)
         if params.grammar is not None:
-            state.constraint = self._constraint(params.grammar)
+            state.constraint = self._constraint(params)
         self._adopt_history(state, self._states.get(slot), request)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._keys[slot] = sampling.stream_key(seed, self.name, owner.context)
         self._drawn[slot] = 0
         self._table.set(slot, params)
         self._states[slot] = state
+        self._untold.pop(slot, None)
         self._open.add(owner)
         self._gathered.clear()
 
-    def _constraint(self, grammar: str) -> Constraint:
+    def _constraint(self, params: SamplingParams) -> Constraint:
         if self._constraints is None:
             raise RequestError(
-                "structured output is not available: this server has no constraint backend",
+                "structured output is not available: the vocabulary of this model is not known",
                 param="response_format",
                 code="unsupported_value",
             )
-        return self._constraints(grammar, self.spec.vocab)
+        return self._constraints(params.grammar or "", params.stop_token_ids)
 
     def _adopt_history(self, state: SlotParams, before: SlotParams | None, request: EngineRequest) -> None:
         held = before.history if before is not None else None
@@ -175,6 +217,7 @@ class SamplerResource(SlotResource):
         if state is not None and state.history is not None:
             self._histories.give_back(state.history)
         self._recent.pop(self._slots[owner], None)
+        self._untold.pop(self._slots[owner], None)
         self._gathered.clear()
         super().close(owner)
 
@@ -185,18 +228,19 @@ class SamplerResource(SlotResource):
         """Nothing to do: the prompt's ids were read from the request."""
 
     # --- a step -------------------------------------------------------------------------------------------------------
-    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
-        """Whether unlikely tokens are dropped. Rows whose logits are edited first run without a graph."""
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Variant | None:
         params = self._params(rows, len(rows))
-        return None if params.edits or self._unstoppable(params, 0) else self._filtered(params)
+        if not self.capturable:
+            return None
+        if not self._edited(params):
+            return Variant(params.filters)
+        room = bias_room(params)
+        return None if room is None else Variant(params.filters, True, room)
 
     @property
-    def variants(self) -> Sequence[Hashable]:
-        return ("plain", "filtered")
-
-    @staticmethod
-    def _filtered(params: RowParams) -> str:
-        return "filtered" if params.filters else "plain"
+    def variants(self) -> Sequence[Variant]:
+        """Steps with edits are captured when they come."""
+        return (Variant(False), Variant(True))
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> SamplerView:
         stage = self.context.stage
@@ -207,10 +251,41 @@ class SamplerResource(SlotResource):
         index = stage.put(f"{self.name}.slots", params.slots)
         sent = stage.put(f"{self.name}.numbers.{calls}", self._draws(params, np.arange(calls)[:, None]))
         view = self._view(stage)
-        filtered = params.filters if lane is None else lane.variants[self.name] == "filtered"
-        view.fill(params, index, sent, len(rows), filtered, replay=replay)
+        variant = Variant(params.filters, self._edited(params)) if lane is None else lane.variants[self.name]
+        assert isinstance(variant, Variant)
+        edits = self._edits(stage, params, rows, variant) if variant.edits else None
+        view.fill(params, index, sent, len(rows), variant.filters, edits, replay=replay)
         self._pending = view
         return view
+
+    def _edited(self, rows: RowParams) -> bool:
+        """Whether the logits are changed in this step."""
+        return rows.always or any(self._drawn[slot] < least for slot, least in rows.minimums)
+
+    def _edits(self, stage: Stage, params: RowParams, rows: Sequence[Row], variant: Variant) -> Edits:
+        masks = self._masks(params, rows)
+        if stage.lane is not None:
+            return Edits.by_row(stage, self.name, params, masks, variant.bias, self.spec.vocab)
+        if self._device.type != "cpu":
+            return Edits.by_row(stage, self.name, params, masks, None, self.spec.vocab)
+        return Edits.sparse(stage, self.name, params, masks, self.spec.vocab)
+
+    def _masks(self, params: RowParams, rows: Sequence[Row]) -> Masks:
+        masks = []
+        for row, state in params.masked:
+            slot = int(params.slots[row])
+            self._tell(slot, state)
+            words = state.mask(int(self._drawn[slot]), rows[row].complete)
+            if words is not None:
+                masks.append((row, words))
+        return masks
+
+    def _tell(self, slot: int, state: SlotParams) -> None:
+        """Tell *state*'s constraint what was committed."""
+        if slot in self._untold and state.constraint is not None:
+            for late, place in self._untold[slot]:
+                state.constraint.accept(late.values()[place])
+            del self._untold[slot]
 
     def _view(self, stage: Stage) -> SamplerView:
         view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self))
@@ -253,28 +328,31 @@ class SamplerResource(SlotResource):
         self._calls[done] = len(view.sampled)
         if params.penalties is not None:
             for row in params.penalties.host_rows.tolist():
-                self._recent[int(params.slots[row])] = [ids[row] for ids in view.sampled]
-        for ids in view.sampled:
-            if params.penalties is not None:
+                self._recent[int(params.slots[row])] = [ids[row].clone() for ids in view.sampled]
+            for ids in view.sampled:
                 self._histories.add(params.penalties, ids, complete)
-            if params.constraints:
-                self._accept(ids, params, complete)
+        if params.constrained:
+            self._remember(view, complete)
+
+    def _remember(self, view: SamplerView, complete: np.ndarray) -> None:
+        """What constrained rows sampled goes to the host; their constraints are told when it is there."""
+        rows = view.rows.constrained
+        index = to_device(rows, self._device)
+        late = [Late(ids[index]) for ids in view.sampled]
+        for place, row in enumerate(rows):
+            if complete[row]:
+                self._untold[int(view.rows.slots[row])] = [(one, place) for one in late]
 
     def retract(self, row: Row) -> None:
         if not row.complete:
             return  # it counted for nothing
         slot = self._slots[row.owner]
         self._drawn[slot] -= self._calls[slot]
+        self._untold.pop(slot, None)
         history = self._states[slot].history
         if history is not None:
             for token in reversed(self._recent.pop(slot)):
                 self._histories.take_back(history, token)
-
-    def _accept(self, ids: Tensor, params: RowParams, complete: np.ndarray) -> None:
-        tokens = ids.tolist()
-        for row, constraint in params.constraints:
-            if complete[row]:
-                constraint.accept(tokens[row])
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         self._pending = None
@@ -284,7 +362,7 @@ class SamplerResource(SlotResource):
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
         rows, numbers = view.rows, view.numbers(call)
-        scores = self._edited(logits, rows, call)
+        scores = self._changed(logits, view)
         if self._fused is not None:
             return self._fused(scores, view.index, self._table.floats, self._table.top_k, numbers, view.filters)
         if rows.all_greedy:
@@ -313,34 +391,18 @@ class SamplerResource(SlotResource):
                 self._scratch = torch.empty(2, rows, self.spec.vocab, device=self._device)
         return self._scratch[0, :rows], self._scratch[1, :rows]
 
-    def _edited(self, logits: Tensor, rows: RowParams, call: int) -> Tensor:
+    def _changed(self, logits: Tensor, view: SamplerView) -> Tensor:
         """The logits with bias, masks and penalties: *logits* itself when nothing applies, else a float32 copy."""
-        unstoppable = self._unstoppable(rows, call)
-        if not rows.edits and not unstoppable:
+        if view.edits is None:
             return logits
-        scores = self._workspace(len(logits))[0].copy_(logits)
-        if rows.bias is not None:
-            sampling.add_bias(scores, *rows.bias)
-        for row, _, _, stops in unstoppable:
-            sampling.forbid(scores, torch.full_like(stops, row), stops)
-        if rows.allowed is not None:
-            sampling.allow_only(scores, *rows.allowed)
-        if rows.constraints:
-            self._constrain(scores, rows)
-        if rows.penalties is not None:
-            self._histories.penalize(scores, rows.penalties)
+        scores = self._copy(logits)
+        view.edits.apply(scores, view.index, self._table.floats, self._histories, self._fused_edit)
         return scores
 
-    def _unstoppable(self, rows: RowParams, call: int) -> list[tuple[int, int, int, Tensor]]:
-        """The rows that may not stop yet."""
-        return [entry for entry in rows.minimums if self._drawn[entry[1]] + call < entry[2]]
-
-    def _constrain(self, scores: Tensor, rows: RowParams) -> None:
-        words = torch.zeros(len(rows.constraints), -(-self.spec.vocab // 32), dtype=torch.int32)
-        for word, (_, constraint) in zip(words, rows.constraints, strict=True):
-            constraint.mask(word)
-        index = to_device([row for row, _ in rows.constraints], self._device)
-        sampling.allow_only(scores, index, sampling.unpack_bitmask(to_device(words, self._device), self.spec.vocab))
+    def _copy(self, logits: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return self._workspace(len(logits))[0].copy_(logits)
+        return logits.to(torch.float32, copy=True)  # of a graph's own memory, which graphs share
 
     @staticmethod
     def _threshold(scores: Tensor, best: Tensor, rows: RowParams) -> Tensor:
@@ -357,7 +419,9 @@ class SamplerResource(SlotResource):
 
     # --- books --------------------------------------------------------------------------------------------------------
     def device_bytes(self) -> int:
-        return self._table.floats.nbytes + self._table.top_k.nbytes
+        """On the CPU token counts grow with use, and are not counted."""
+        counts = 0 if self._device.type == "cpu" else self._histories.marks.nbytes
+        return self._table.floats.nbytes + self._table.top_k.nbytes + counts
 
     def check(self, owners: Sequence[Owner]) -> None:
         super().check(owners)

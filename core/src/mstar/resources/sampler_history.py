@@ -7,46 +7,52 @@ import torch
 from torch import Tensor
 
 from mstar.nn.sampling import penalize_counts, penalize_repetition
+from mstar.resources.base import IntegrityError
 from mstar.resources.sampler_rows import Penalties
 from mstar.resources.staging import to_device
 
 __all__ = ["TokenHistories"]
+
+COUNT = (1 << 30) - 1
+"""Bits of a mark that count; the one above says that the token was in the prompt."""
+_IN_PROMPT = 1 << 30
 
 _COLUMNS = 64
 """Listed tokens are read and allocated in multiples of this."""
 
 
 class TokenHistories:
-    """Token counts of the slots that use a penalty; others take no memory. Its tensors grow by doubling.
+    """Token counts of the slots that use a penalty.
 
-    Each row knows how often every token was generated (``counts``, int32 ``[rows, vocab]``), whether it was in the
-    prompt (``prompt``, bool), and lists the tokens seen (``listed``, int64 ``[rows, columns]``). Penalties touch only
-    listed tokens, so that their cost grows with the text, not with the vocabulary. The list may repeat a token, and is
-    filled up with token 0: writing the same new score twice, or an unseen token's own score, changes nothing.
+    ``marks``, int32 ``[rows, vocab]``: how often every token was generated, and a bit more if it was in the prompt.
+    Row 0 is nobody's and stays 0.
+
+    With *rows* the table has that many for owners and stays where it is, as captured graphs need it. Without, it grows
+    by doubling and those who use no penalty take no memory; then the tokens seen are also listed (``listed``, int64
+    ``[rows, columns]``), so that :meth:`penalize` touches only these and costs by the text, not by the vocabulary. The
+    list may repeat a token, and is filled up with token 0: writing the same new score twice, or an unseen token's own
+    score, changes nothing.
     """
 
-    def __init__(self, vocab: int, device: torch.device):
-        self.counts = torch.zeros(0, vocab, dtype=torch.int32, device=device)
-        self.prompt = torch.zeros(0, vocab, dtype=torch.bool, device=device)
-        self.listed = torch.zeros(0, _COLUMNS, dtype=torch.int64, device=device)
-        self._length = np.zeros(0, dtype=np.int64)
-        self._free: list[int] = []
+    def __init__(self, vocab: int, device: torch.device, rows: int | None = None):
+        held = 1 + (rows or 0)
+        self.marks = torch.zeros(held, vocab, dtype=torch.int32, device=device)
+        self.listed = None if rows is not None else torch.zeros(held, _COLUMNS, dtype=torch.int64, device=device)
+        self._length = np.zeros(held, dtype=np.int64)  # of the listed ones
+        self._free = list(range(held - 1, 0, -1))
 
     @property
     def used(self) -> int:
-        return len(self._length) - len(self._free)
+        return len(self._length) - 1 - len(self._free)
 
     def take(self) -> int:
         """A row without history."""
         if not self._free:
-            held = len(self._length)
-            more = max(held, 4)
-            self.counts, self.prompt, self.listed = (_grow(t, more, 0) for t in (self.counts, self.prompt, self.listed))
-            self._length = np.concatenate([self._length, np.zeros(more, dtype=np.int64)])
-            self._free = list(range(held + more - 1, held - 1, -1))
+            self._more_rows()
         row = self._free.pop()
-        for table in (self.counts, self.prompt, self.listed):
-            table[row] = 0
+        self.marks[row] = 0
+        if self.listed is not None:
+            self.listed[row] = 0
         self._length[row] = 0
         return row
 
@@ -55,54 +61,66 @@ class TokenHistories:
 
     def to_prompt(self, row: int) -> None:
         """What was generated so far counts as prompt from now on."""
-        self.prompt[row] |= self.counts[row] > 0
-        self.counts[row] = 0
+        self.marks[row] = (self.marks[row] != 0).to(torch.int32) * _IN_PROMPT
 
     def add_prompt(self, row: int, ids: np.ndarray) -> None:
-        """*ids* ``[T]`` were read. Placeholders of media outside the vocabulary are no tokens that could repeat."""
-        known = np.unique(ids[(ids >= 0) & (ids < self.prompt.shape[1])]).astype(np.int64)
-        fresh = to_device(known, self.prompt.device)
-        self.prompt[row, fresh] = True
-        begin, end = self._length[row], self._length[row] + len(known)
-        self._widen(int(end))
-        self.listed[row, begin:end] = fresh
-        self._length[row] = end
+        """*ids* ``[T]`` were read, and nothing was generated yet. Placeholders of media outside the vocabulary are no
+        tokens that could repeat."""
+        known = np.unique(ids[(ids >= 0) & (ids < self.marks.shape[1])]).astype(np.int64)
+        fresh = to_device(known, self.marks.device)
+        self.marks[row, fresh] = _IN_PROMPT
+        if self.listed is not None:
+            begin, end = self._length[row], self._length[row] + len(known)
+            self._widen(self.listed, int(end))[row, begin:end] = fresh
+            self._length[row] = end
 
     def add(self, penalties: Penalties, ids: Tensor, complete: np.ndarray) -> None:
         """The step's rows generated *ids* (int64 ``[step rows]``); those that are not *complete* (bool) count for
         nothing: they write 0 more occurrences, and a list entry that the next token will overwrite."""
         done = complete[penalties.host_rows]
-        columns = self._length[penalties.host_histories]
-        self._widen(int(columns.max()) + 1)
-        device = self.counts.device
-        mine = ids[penalties.rows]
-        self.listed.index_put_((penalties.histories, to_device(columns, device)), mine)
+        device = self.marks.device
+        mine = ids[penalties.rows].clamp(min=0)  # a row that failed has no token, and ends
         amount = to_device(done.astype(np.int32), device)
-        self.counts.index_put_((penalties.histories, mine), amount, accumulate=True)
-        self._length[penalties.host_histories] += done
+        self.marks.index_put_((penalties.histories, mine), amount, accumulate=True)
+        if self.listed is not None:
+            columns = self._length[penalties.host_histories]
+            listed = self._widen(self.listed, int(columns.max()) + 1)
+            listed.index_put_((penalties.histories, to_device(columns, device)), mine)
+            self._length[penalties.host_histories] += done
 
     def take_back(self, row: int, token: Tensor) -> None:
         """*token* (int64, no dimensions), the last that was added to *row*, was not generated after all."""
-        self._length[row] -= 1
-        self.counts[row].index_add_(0, token.reshape(1), self.counts.new_full((1,), -1))
+        if self.listed is not None:
+            self._length[row] -= 1
+        self.marks[row].index_add_(0, token.reshape(1).clamp(min=0), self.marks.new_full((1,), -1))
 
     def penalize(self, scores: Tensor, penalties: Penalties) -> None:
-        """Apply the penalties to *scores* (float32 ``[step rows, vocab]``) in place."""
+        """Apply the penalties to *scores* (float32 ``[step rows, vocab]``) in place, by the listed tokens."""
+        assert self.listed is not None
         longest = int(self._length[penalties.host_histories].max())
         if longest == 0:
             return
-        histories = penalties.histories.unsqueeze(1)
         ids = self.listed[penalties.histories, : _rounded(longest)]
-        counts = self.counts[histories, ids]
-        seen = self.prompt[histories, ids] | (counts > 0)
+        marks = self.marks[penalties.histories.unsqueeze(1), ids]
         where = (penalties.rows.unsqueeze(1), ids)
-        edited = penalize_repetition(scores[where], seen, penalties.repetition)
-        scores.index_put_(where, penalize_counts(edited, counts, penalties.frequency, penalties.presence))
+        edited = penalize_repetition(scores[where], marks != 0, penalties.repetition)
+        scores.index_put_(where, penalize_counts(edited, marks & COUNT, penalties.frequency, penalties.presence))
 
-    def _widen(self, columns: int) -> None:
-        held = self.listed.shape[1]
+    def _more_rows(self) -> None:
+        if self.listed is None:
+            raise IntegrityError("more token histories are in use than there are owners")
+        held = len(self._length)
+        more = max(held - 1, 4)
+        self.marks, self.listed = _grow(self.marks, more, 0), _grow(self.listed, more, 0)
+        self._length = np.concatenate([self._length, np.zeros(more, dtype=np.int64)])
+        self._free = list(range(held + more - 1, held - 1, -1))
+
+    def _widen(self, listed: Tensor, columns: int) -> Tensor:
+        """The list, with room for *columns*."""
+        held = listed.shape[1]
         if columns > held:
-            self.listed = _grow(self.listed, max(_rounded(columns) - held, held), 1)
+            listed = self.listed = _grow(listed, max(_rounded(columns) - held, held), 1)
+        return listed
 
 
 def _rounded(columns: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from mstar.resources.staging import to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.request import SamplingParams
 
-__all__ = ["Constraint", "ConstraintFactory", "RowParams", "SlotParams", "SlotTable"]
+__all__ = ["Constraint", "ConstraintFactory", "RowParams", "SlotParams", "SlotTable", "words_of"]
 
 
 class Constraint(Protocol):
@@ -25,54 +26,93 @@ class Constraint(Protocol):
     needs no undo.
     """
 
-    def mask(self, row: Tensor) -> None:
-        """Write which tokens may come next into *row*, int32 ``[ceil(vocab / 32)]`` on the CPU: bit ``i % 32`` of word
-        ``i // 32`` is set when token *i* may. At least one must be."""
+    def mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Write which tokens may come next into *row*, int32 ``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32``
+        is set when token *i* may. At least one must be. Asked again, it answers the same."""
 
     def accept(self, token: int) -> None:
         """*token*, one of those that :meth:`mask` allowed, has been generated."""
 
 
-ConstraintFactory = Callable[[str, int], Constraint]
-"""From :attr:`SamplingParams.grammar` and the size of the vocabulary to a fresh constraint. Raises ``RequestError``."""
+ConstraintFactory = Callable[[str, Sequence[int]], Constraint]
+"""From :attr:`SamplingParams.grammar` and the request's stop ids to a fresh constraint. Raises ``RequestError``."""
 
 
 @dataclass(slots=True)
 class SlotParams:
-    """What one owner samples with, prepared when it is opened. Tensors are on the sampler's device.
+    """What one owner samples with, prepared when it is opened.
 
+    :param vocab: size of the logits.
+    :param bias: token ids (int64 ``[n]``) and what is added to their logits (float32 ``[n]``).
+    :param allowed: the tokens that may be sampled, as :meth:`Constraint.mask` writes them.
+    :param stops: all but the ids that ``min_tokens`` forbids for a while, likewise.
     :param history: its row in the token histories that penalties read, or ``None``.
-    :param stops: ids that ``min_tokens`` forbids for a while. :param allowed: bool ``[vocab]``.
     """
 
     params: SamplingParams
-    bias: tuple[Tensor, Tensor] | None = None
-    allowed: Tensor | None = None
-    stops: Tensor | None = None
+    vocab: int
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
+    allowed: npt.NDArray[np.int32] | None = None
+    stops: npt.NDArray[np.int32] | None = None
     constraint: Constraint | None = None
     history: int | None = None
 
     @classmethod
-    def build(cls, params: SamplingParams, vocab: int, device: torch.device) -> SlotParams:
-        slot = cls(params)
+    def build(cls, params: SamplingParams, vocab: int) -> SlotParams:
+        slot = cls(params, vocab)
         if params.logit_bias:
             ids = _checked(list(params.logit_bias), vocab, "logit_bias")
-            values = to_device(list(params.logit_bias.values()), device, torch.float32)
-            slot.bias = (to_device(ids, device), values)
+            slot.bias = (np.array(ids, np.int64), np.array(list(params.logit_bias.values()), np.float32))
         if params.allowed_token_ids:
-            ids = _checked(params.allowed_token_ids, vocab, "allowed_token_ids")
-            slot.allowed = torch.zeros(vocab, dtype=torch.bool, device=device)
-            slot.allowed[to_device(ids, device)] = True
+            slot.allowed = bitmask(_checked(params.allowed_token_ids, vocab, "allowed_token_ids"), vocab)
         # A stop id beyond the logits (a tokenizer may be larger than the head) can never be sampled.
         stops = [i for i in params.stop_token_ids if 0 <= i < vocab]
         if params.min_tokens and stops and not params.ignore_eos:
-            slot.stops = to_device(stops, device)
+            slot.stops = ~bitmask(stops, vocab)
         return slot
 
     @property
     def penalized(self) -> bool:
         p = self.params
         return p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens may be impossible."""
+        return self.allowed is not None or self.stops is not None or self.constraint is not None
+
+    def mask(self, drawn: int, complete: bool) -> npt.NDArray[np.int32] | None:
+        """Which tokens may come next, as :meth:`Constraint.mask` writes them; ``None``: all.
+
+        Where a constraint allows stop tokens only, it is complete, and ``min_tokens`` gives way.
+
+        :param drawn: tokens generated so far. :param complete: otherwise the token is of no consequence, and the
+            constraint is not asked.
+        :raises RequestError: the constraint allows none of the allowed tokens.
+        """
+        words = self.allowed
+        if self.constraint is not None and complete:
+            found = np.empty(words_of(self.vocab), np.int32)
+            self.constraint.mask(found)
+            words = found if words is None else found & words
+            if not words.any():
+                raise RequestError("the constraint allows none of the tokens that this request may use")
+        if self.stops is not None and drawn < self.params.min_tokens:
+            rest = self.stops if words is None else words & self.stops
+            words = rest if rest.any() else words
+        return words
+
+
+def words_of(vocab: int) -> int:
+    """Words of a mask over *vocab* tokens."""
+    return -(-vocab // 32)
+
+
+def bitmask(ids: Sequence[int], vocab: int) -> npt.NDArray[np.int32]:
+    """The mask that allows *ids* only, int32 ``[ceil(vocab / 32)]``."""
+    bits = np.zeros(words_of(vocab) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _checked(ids: Sequence[int], vocab: int, param: str) -> list[int]:
@@ -150,21 +190,21 @@ class RowParams:
     all_greedy: bool
     greedy: Tensor | None
     inverse_temperature: Tensor
-    bias: tuple[Tensor, Tensor, Tensor] | None = None
-    allowed: tuple[Tensor, Tensor] | None = None
+    bias: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = None
+    """Places in the rows' logits, one row after the other, and what is added there."""
     penalties: Penalties | None = None
     sorting: Sorting | None = None
     min_p: Tensor | None = None
     filters: bool = False
     reports: Reports | None = None
-    minimums: list[tuple[int, int, int, Tensor]] = field(default_factory=list)
-    """(row, slot, min_tokens, stop ids) of rows that may not stop at first."""
-    constraints: list[tuple[int, Constraint]] = field(default_factory=list)
-
-    @property
-    def edits(self) -> bool:
-        """Whether the logits are changed in every step (``minimums`` change them only at first)."""
-        return bool(self.bias or self.allowed or self.penalties or self.constraints)
+    minimums: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, min_tokens) of rows that may not stop at first."""
+    masked: list[tuple[int, SlotParams]] = field(default_factory=list)
+    """Rows of which some tokens may be impossible."""
+    constrained: list[int] = field(default_factory=list)
+    """Of these, the ones with a constraint."""
+    always: bool = False
+    """Whether the logits are changed in every step; ``minimums`` change them only at first."""
 
     @classmethod
     def gather(cls, slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable, by_slot: bool) -> RowParams:
@@ -177,7 +217,6 @@ class RowParams:
             greedy=None,
             inverse_temperature=table.floats[:0],
             bias=_gather_bias(states),
-            allowed=_gather_allowed(states),
             penalties=_gather_penalties(slots, states, table),
             reports=_gather_reports(states, device),
         )
@@ -189,10 +228,14 @@ class RowParams:
             rows.greedy = to_device(greedy, device) if any(greedy) else None
             rows._gather_filters(slots, states, table, sort, any_min_p)
         for row, (slot, state) in enumerate(zip(slots, states, strict=True)):
+            if state.masked:
+                rows.masked.append((row, state))
             if state.stops is not None:
-                rows.minimums.append((row, slot, state.params.min_tokens, state.stops))
+                rows.minimums.append((slot, state.params.min_tokens))
             if state.constraint is not None:
-                rows.constraints.append((row, state.constraint))
+                rows.constrained.append(row)
+        lasting = any(state.allowed is not None for _, state in rows.masked) or bool(rows.constrained)
+        rows.always = lasting or rows.bias is not None or rows.penalties is not None
         return rows
 
     def _gather_filters(
@@ -213,20 +256,11 @@ class RowParams:
         self.min_p = floats[:, SlotTable.MIN_P] if any_min_p else None
 
 
-def _gather_bias(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor, Tensor] | None:
-    found = [(row, s.bias) for row, s in enumerate(states) if s.bias is not None]
+def _gather_bias(states: Sequence[SlotParams]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None:
+    found = [(row * s.vocab, *s.bias) for row, s in enumerate(states) if s.bias is not None]
     if not found:
         return None
-    rows = torch.cat([torch.full_like(ids, row) for row, (ids, _) in found])
-    return rows, torch.cat([ids for _, (ids, _) in found]), torch.cat([values for _, (_, values) in found])
-
-
-def _gather_allowed(states: Sequence[SlotParams]) -> tuple[Tensor, Tensor] | None:
-    found = [(row, s.allowed) for row, s in enumerate(states) if s.allowed is not None]
-    if not found:
-        return None
-    masks = torch.stack([mask for _, mask in found])
-    return to_device([row for row, _ in found], masks.device), masks
+    return np.concatenate([start + ids for start, ids, _ in found]), np.concatenate([values for *_, values in found])
 
 
 def _gather_penalties(slots: Sequence[int], states: Sequence[SlotParams], table: SlotTable) -> Penalties | None:

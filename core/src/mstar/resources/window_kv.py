@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,15 @@ class WindowKV(SlotResource):
     :class:`~mstar.resources.paged_kv.PagedView`; positions go on counting past the window.
 
     A query at position *p* sees positions ``> p - window``, the sinks, and with ``causal=False`` its whole step. The
-    ring has ``max_step`` places more than the window, so that a step never overwrites what a repetition of it would
-    read.
+    ring has ``max_step`` places more than the window, so that a step never overwrites what a repetition of it, or the
+    step that follows when it is retracted, would read.
+
+    Where a ring's tokens lie is in tables and places that are made anew for each step; one slot more than owners have
+    is for the rows that pad a captured step.
     """
 
     kind = "window_kv"
+    speculates = True
     spec: specs.WindowKV
 
     def __init__(self, name: str, spec: specs.WindowKV, context: ResourceContext):
@@ -55,12 +59,14 @@ class WindowKV(SlotResource):
         self._slot_tokens = spec.sink + self._ring
         slot_bytes = self._slot_tokens * KVMemory.token_bytes(spec.layers, spec.kv_heads, spec.head_dim, dtype)
         what = f"{slots} slots of sink + window + max_step = {self._slot_tokens} tokens"
-        check_budget(name, what, slots, slot_bytes, context)
+        check_budget(name, what, slots, slot_bytes, context, spare=1)
         self.memory = KVMemory(
-            spec.layers, slots * self._slot_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
+            spec.layers, (slots + 1) * self._slot_tokens, spec.kv_heads, spec.head_dim, dtype, context.device
         )
+        self._padding = slots
         self._lengths: dict[Owner, int] = {}
         self._windows = (spec.window,) * spec.layers
+        self.capturable, self.capturable_chunks = self.backend.capturable, self.backend.capturable_chunks
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         super().open(owner, request)
@@ -70,23 +76,35 @@ class WindowKV(SlotResource):
         super().close(owner)
         self._lengths.pop(owner, None)
 
+    def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
+        return () if self.capturable and (not frozen or self.backend.capturable_beside) else None
+
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PagedView:
-        spec = self.spec
-        starts = np.fromiter((self._lengths[row.owner] for row in rows), np.int64, len(rows))
-        lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
-        if not frozen and (lengths > spec.max_step).any():
+        spec, stage = self.spec, self.context.stage
+        real = np.fromiter((row.length for row in rows), np.int64, len(rows))
+        if not frozen and (real > spec.max_step).any():
             raise MstarError(
-                f"a step of {int(lengths.max())} tokens is longer than max_step={spec.max_step} of resource "
+                f"a step of {int(real.max())} tokens is longer than max_step={spec.max_step} of resource "
                 f"{self.name!r}; raise max_step in its declaration or under resources in the deployment file"
             )
-        base = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows)) * self._slot_tokens
+        lengths = stage.lengths(real)
+        starts, base = np.zeros_like(lengths), np.full_like(lengths, self._padding * self._slot_tokens)
+        starts[: len(rows)] = [self._lengths[row.owner] for row in rows]
+        base[: len(rows)] = [self._slots[row.owner] * self._slot_tokens for row in rows]
         row_of, positions = flat_positions(starts, lengths)
         kept, gaps, table = self._tables(starts, starts + (0 if frozen else lengths), base)
-        batch = KVBatch(lengths, kept, table, step_kv="beside" if frozen else "written", sink=spec.sink, gaps=gaps)
-        stage = self.context.stage
+        single = bool((lengths == 1).all())
+        most = self._slot_tokens
+        if stage.lane is not None:  # only padding can be longer than a ring; it is there again and again
+            most = max(most, stage.lane.tokens)
+        batch = KVBatch(lengths, kept, table, 1, "beside" if frozen else "written", spec.sink, gaps, most_pages=most)
         plan = self.backend.plan_kv(self.memory, batch, stage, self.name)
         places = None if frozen else stage.put(f"{self.name}.places", base[row_of] + self._place(positions))
-        return PagedView(self.memory, plan, self._windows, stage.put(f"{self.name}.positions", positions), places)
+        # A row's table lists what its first query sees, so that a single query needs no window.
+        windows = () if single else self._windows
+        where = stage.put(f"{self.name}.positions", positions)
+        view: PagedView = stage.keep(f"{self.name}.view", lambda: PagedView(self.memory, plan, windows, where, places))
+        return view
 
     def _place(self, positions: _Ints) -> _Ints:
         """Where in a slot each position is kept."""
@@ -106,6 +124,9 @@ class WindowKV(SlotResource):
         if not frozen:
             for row in rows:
                 self._lengths[row.owner] += row.length
+
+    def retract(self, row: Row) -> None:
+        self._lengths[row.owner] -= row.length
 
     def device_bytes(self) -> int:
         return self.memory.data.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec import structs
@@ -73,6 +73,8 @@ class Answer:
         models generated, also for a codec.
     :ivar finish_reason: why the answer ended; ``None`` while it runs and when it failed.
     :ivar usage: what it cost, once it has ended well.
+    :ivar heard: client stream → how many of its items had been read for the delta that was taken last; see
+        :meth:`push`. Empty without live input.
     """
 
     def __init__(
@@ -94,7 +96,10 @@ class Answer:
         self._renderer, self._executor, self._acks, self._prepare_push = renderer, executor, acks, prepare_push
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[Event] = deque()
-        self._deltas: deque[Delta] = deque()
+        self._deltas: deque[tuple[Delta, Mapping[str, int]]] = deque()
+        self.heard: Mapping[str, int] = {}
+        self._rendered: Mapping[str, int] = {}  # what the event rendered last had heard
+        self._sent = _items_along(prepared)
         self._waiter: asyncio.Future[None] | None = None
         self._heard = False
         self._ended = False
@@ -119,7 +124,8 @@ class Answer:
             if self._ended:
                 raise StopAsyncIteration
             await self._advance()
-        return self._deltas.popleft()
+        delta, self.heard = self._deltas.popleft()
+        return delta
 
     async def take(self) -> list[Delta]:
         """All deltas that are there by now, after waiting for the first; an empty list at the end."""
@@ -127,9 +133,16 @@ class Answer:
             await self._advance()
         while self._inbox and not self._ended and not isinstance(self._inbox[0], Failed):
             self._process(self._inbox.popleft())
-        deltas = list(self._deltas)
-        self._deltas.clear()
+        deltas = [delta for delta, _ in self._deltas]
+        if deltas:
+            self.heard = self._deltas[-1][1]
+            self._deltas.clear()
         return deltas
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended
 
     async def first(self) -> None:
         """Wait until the engine has said anything about this request; no delta is lost.
@@ -139,16 +152,21 @@ class Answer:
         while not self._heard:
             await self._advance()
 
-    async def push(self, stream: str, part: Any, end: bool = False) -> None:
+    async def push(self, stream: str, part: Any, end: bool = False) -> range:
         """Send *part* (a task part, an array, or ``None``) on one of the request's client streams; *end* closes it.
 
-        Raises :class:`RequestError` when the processor refuses it or the request has ended.
+        Returns which items of the stream *part* became: a delta has heard something of it once :attr:`heard` is above
+        the range's start, and all of it once it has reached the range's end. Raises :class:`RequestError` when the
+        processor refuses it or the request has ended.
         """
         async with self._push_order:
             self._check_running()
             push = await self._prepare_push(stream, part, self.id, end)
             self._check_running()
             self._executor.push(push)
+            first = self._sent.get(stream, 0)
+            self._sent[stream] = first + (0 if push.data is None else len(push.data))
+            return range(first, self._sent[stream])
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End the request within one step, with that finish reason. Does nothing once it has ended."""
@@ -206,6 +224,8 @@ class Answer:
 
     def _render(self, event: Emit) -> None:
         self._acks.add(event.id, event.stream)
+        if event.heard is not None:
+            self._rendered = event.heard
         if type(event.data) is list:
             self.completion_tokens += len(event.data)
         renderer = self._renderer
@@ -219,7 +239,7 @@ class Answer:
         for delta in deltas:
             if type(delta) is not TextDelta:
                 self._made.add(delta)
-            self._deltas.append(delta)
+            self._deltas.append((delta, self._rendered))
 
     def _end(self, done: Done | None, reason: str, usage: Usage) -> None:
         self._take(self._renderer.finish(done))
@@ -236,3 +256,10 @@ class Answer:
     def _check_running(self) -> None:
         if self._ended:
             raise RequestError(f"request {self.id!r} has ended", code="request_ended", status=409)
+
+
+def _items_along(prepared: Prepared) -> dict[str, int]:
+    """Client stream → the items that the request itself brings."""
+    request = prepared.request
+    along = {name: request.inputs.get(name) for name in request.client_streams}
+    return {name: len(items) for name, items in along.items() if items is not None}

@@ -466,5 +466,5 @@ class _Elsewhere(AttentionBackend):
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return self._inner.plan_kv(memory, batch, stage, key)
 
-    def plan_ragged(self, lengths: Any) -> RaggedPlan:
-        return self._inner.plan_ragged(lengths)
+    def plan_ragged(self, lengths: Any, stage: Stage, key: str) -> RaggedPlan:
+        return self._inner.plan_ragged(lengths, stage, key)

@@ -92,7 +92,7 @@ class Stream:
 
     def result(self, deltas: Sequence[Delta]) -> Result:
         """The whole of *deltas*, which are all that came; only after the end."""
-        return Result.of(deltas, self._answer)
+        return _result(deltas, self._answer)
 
     def close(self) -> None:
         if not self._model._closed:
@@ -254,7 +254,7 @@ class Local:
         """On the background loop: one request from start to end."""
         async with await self._service.generate(task) as answer:
             deltas = [delta async for delta in answer]
-            return Result.of(deltas, answer)
+            return _result(deltas, answer)
 
     def _stream(self, task: Task) -> Iterator[Delta]:
         answer = self._run(self._service.generate(task))
@@ -277,6 +277,12 @@ class Local:
         finally:
             if not self._closed:
                 await self._arun(answer.aclose())
+
+
+def _result(deltas: Sequence[Delta], answer: Answer) -> Result:
+    assert answer.finish_reason is not None  # it has ended well
+    assert answer.usage is not None
+    return Result.of(deltas, answer.finish_reason, answer.usage)
 
 
 def _message(message: Message | Mapping[str, Any]) -> Message:

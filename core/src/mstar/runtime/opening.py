@@ -74,6 +74,7 @@ def prepare_config(
         block_plugins=settings.block_plugins,
         extra_plugins=settings.extra_plugins,
         trace_plugins=settings.trace_plugins,
+        cache=str(settings.cache),
     )
 
 

@@ -1,4 +1,4 @@
-"""A whole answer, put together from its deltas."""
+"""A whole answer, put together from its deltas: what the offline API and the client return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mstar.runtime.answer import Answer
 from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta, SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob, Usage
 
@@ -34,18 +33,16 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, deltas: Iterable[Delta], answer: Answer) -> Result:
-        """The result of *answer*, which has ended well with *deltas*."""
+    def of(cls, deltas: Iterable[Delta], finish_reason: str, usage: Usage) -> Result:
+        """The result of a request that has ended well with *deltas*."""
         streams: dict[str, list[Delta]] = {}
         for delta in deltas:
             streams.setdefault(delta.stream, []).append(delta)
         texts = [delta for stream in streams.values() for delta in stream if isinstance(delta, TextDelta)]
-        assert answer.finish_reason is not None  # it has ended well
-        assert answer.usage is not None
         return cls(
             outputs={stream: _joined(found) for stream, found in streams.items()},
-            finish_reason=answer.finish_reason,
-            usage=answer.usage,
+            finish_reason=finish_reason,
+            usage=usage,
             tokens=tuple(token for text in texts for token in text.tokens),
             logprobs=tuple(logprob for text in texts for logprob in text.logprobs),
         )

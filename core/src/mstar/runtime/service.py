@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
+import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.registry import load_object
-from mstar.runtime.answer import Acks, Answer
+from mstar.runtime.answer import Acks, Answer, request_error
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.knobs import read_options
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
-from mstar.spec.request import Done, Event, Failed, Push
+from mstar.spec.request import Cancel, Done, Event, Failed, Push
 from mstar.spec.tasks import Task
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ __all__ = ["Service", "open_service"]
 T = TypeVar("T")
 
 _ENDS = (Done, Failed)
+_LATE_S = 1.0
+"""How long the worker, which ends a request at its deadline, may be late before the request is ended without it."""
 
 
 class Service:
@@ -61,6 +65,7 @@ class Service:
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix=f"mstar-{spec.key}")
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
         self._open: set[str] = set()  # ids of requests that are being prepared or running
+        self._limits: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # of requests that have a time limit
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -84,14 +89,20 @@ class Service:
             raise NotReady(f"the model {self.spec.key!r} is not ready: {self.phase.name}")
         return self._processor
 
+    @property
+    def open_requests(self) -> int:
+        """Requests that are being prepared, waiting or running."""
+        return len(self._open)
+
     async def start(self) -> None:
-        """Load processor and worker side by side; returns when both are ready. Raises :class:`SetupError`."""
+        """Load processor and worker, side by side if the worker is another process; returns when both are ready.
+
+        :raises SetupError: one of them cannot be loaded.
+        """
         loop = asyncio.get_running_loop()
         self._acks = Acks(self._executor, loop)
-        tasks = [
-            loop.create_task(self._executor.start()),
-            loop.create_task(self._in_thread(self._load_processor)),
-        ]
+        steps = [self._in_thread(self._load_processor), self._executor.start()]
+        tasks = [loop.create_task(step) for step in ([_in_turn(steps)] if self._executor.in_process else steps)]
         try:
             await asyncio.gather(*tasks)
         except BaseException as error:
@@ -143,16 +154,26 @@ class Service:
 
         :param request_id: must not be in use. Default: a random one.
         :param sibling_of: id of a running request with the very same prompt, whose prompt state is shared.
-        :raises RequestError: the task is not valid (from the processor), or the id is in use.
+        :raises RequestError: the task is not valid (from the processor), it wants what the model does not make, or the
+            id is in use.
         :raises NotReady: the model is loading, draining, or has failed. :raises TooBusy: the queue is full.
+
+        A request that has taken longer than *task* or the deployment allows ends with status 504 and code ``timeout``,
+        also when the worker hangs.
         """
+        check_wanted(self.spec, task.want)
         request_id = request_id or uuid.uuid4().hex
         self._check_open(request_id)
         self._open.add(request_id)
         self._idle.clear()
         try:
+            deadline = self._limit(task, request_id)
             prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
             self._check_ready()
+            if deadline is not None:
+                prepared.request.timeout = deadline - time.monotonic()
+                if prepared.request.timeout <= 0:
+                    raise request_error(self._timed_out(request_id))
             answer = Answer(self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push)
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
@@ -179,7 +200,10 @@ class Service:
         """In a thread."""
         with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
             prepared = self.processor.prepare(task, request_id)
-            prepared.request.id, prepared.request.sibling_of = request_id, sibling_of
+            request = prepared.request
+            request.id, request.sibling_of = request_id, sibling_of
+            # not left to families: tenants must not see each other's state
+            request.tenant, request.cache_salt = task.tenant, request.cache_salt or task.tenant
             return prepared, self.processor.renderer(task, prepared)
 
     async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
@@ -193,7 +217,33 @@ class Service:
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:
             raise NotReady(f"the model {self.spec.key!r} has been stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _no_stop_iteration, function, *arguments)
+        run = contextvars.copy_context().run  # what is logged there belongs to this request
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, run, _no_stop_iteration, function, *arguments)
+
+    # --- time limits ----------------------------------------------------------------------------------------------
+
+    def _limit(self, task: Task, request_id: str) -> float | None:
+        """Begin the time that *task* may take; returns its end in monotonic seconds."""
+        limits = (task.timeout, self.config.deployment.request_timeout_s)
+        seconds = min((limit for limit in limits if limit is not None), default=None)
+        if seconds is None:
+            return None
+        timer = asyncio.get_running_loop().call_later(seconds + _LATE_S, self._overdue, request_id)
+        self._limits[request_id] = (seconds, timer)
+        return time.monotonic() + seconds
+
+    def _timed_out(self, request_id: str) -> Failed:
+        message = f"the request took longer than {self._limits[request_id][0]:.3g} s"
+        return Failed(id=request_id, message=message, code="timeout", status=504)
+
+    def _overdue(self, request_id: str) -> None:
+        """The worker has not ended the request in time: it is in a long step, or hangs. The client need not wait; the
+        request stays open here until the worker has ended it or is dead."""
+        answer = self._answers.get(request_id)
+        if answer is not None and not answer.ended:
+            answer.deliver(self._timed_out(request_id))
+            self._executor.cancel(Cancel(id=request_id))
 
     # --- from the executor -------------------------------------------------------------------------------------------
 
@@ -201,6 +251,8 @@ class Service:
         answers = self._answers
         for event in events:
             answer = answers.get(event.id)
+            if isinstance(event, Failed) and event.code == "timeout" and event.id in self._limits:
+                event = self._timed_out(event.id)  # with the whole time, preparation included
             if answer is not None:
                 answer.deliver(event)
             if isinstance(event, _ENDS):
@@ -208,11 +260,25 @@ class Service:
 
     def _forget(self, request_id: str) -> None:
         self._open.discard(request_id)
+        if (limit := self._limits.pop(request_id, None)) is not None:
+            limit[1].cancel()
         if not self._open:
             self._idle.set()
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+
+
+async def _in_turn(steps: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Not side by side: both import large libraries, and in CPython 3.11 two threads that build syntax trees at a time
+    (as torch's and numba's compilers do) may fail with "AST constructor recursion depth mismatch"."""
+    rest = list(steps)
+    try:
+        while rest:
+            await rest.pop(0)
+    finally:
+        for step in rest:
+            step.close()
 
 
 def _no_stop_iteration(function: Callable[..., T], *arguments: Any) -> T:

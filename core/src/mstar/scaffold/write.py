@@ -21,10 +21,17 @@ _SUFFIX = ".txt"  # a template is no Python file, for tools that look for some
 def write_package(folder: Path, names: Names, pattern: str) -> list[Path]:
     """Write a package of *pattern* into *folder*, which must not exist yet or be empty. Returns the files written.
 
-    :raises SetupError: the pattern is unknown, or the folder has something in it.
+    :raises SetupError: the pattern is unknown, the folder has something in it, or it cannot be written.
     """
     if pattern not in PATTERNS:
         raise SetupError(f"there is no pattern {pattern!r}{nearest(pattern, PATTERNS)}")
+    try:
+        return _write(folder, names, pattern)
+    except OSError as error:
+        raise SetupError(f"{folder} cannot be written: {error.strerror or error}; choose another --dir") from None
+
+
+def _write(folder: Path, names: Names, pattern: str) -> list[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SetupError(f"{folder} exists already; nothing is overwritten: choose another name or --dir")
     values = _values(names, pattern)

@@ -64,6 +64,7 @@ class Batch:
 class Scheduler(abc.ABC):
     """A scheduling policy.
 
+    :param options: in a worker with the numbers that its device has where the deployment says nothing.
     :param group_limits: the most rows of one step of a group (:attr:`mstar.spec.graph.NodeSpec.max_rows`), or ``None``.
     """
 

@@ -55,6 +55,7 @@ class DefaultScheduler(Scheduler):
         self._groups: dict[tuple[Any, ...], Group] = {}
         self._turns: OrderedDict[Group, None] = OrderedDict()
         self._deadlines: Deadlines[Item] = Deadlines()
+        self._step_tokens = options.step_tokens("cpu")  # a worker has filled in what its device has
         self._urgent_run = 0
         self._now = 0.0
         self._step_began: float | None = None
@@ -126,7 +127,7 @@ class DefaultScheduler(Scheduler):
             group = self._urgent_group(urgent)
             if group is None:
                 group = next(iter(self._turns))
-            batch, cut = group.fill(self.options.max_step_rows, self.options.max_step_tokens, urgent)
+            batch, cut = group.fill(self.options.max_step_rows, self._step_tokens, urgent)
             for item in cut:
                 self._cut.setdefault(item.request, []).append(item)
             if group:

@@ -26,12 +26,23 @@ class SchedulerOptions(_Section):
     """How work is chosen."""
 
     policy: str = Field("default", description="A name registered through `mstar_schedulers`.")
-    max_step_tokens: int = Field(512, ge=1, description="Most tokens of one step, prefill chunks and decodes together.")
+    max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of one step, prefill chunks and decodes together; default: 1024 on a GPU, 512 on the "
+        "CPU.",
+    )
     max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
     max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
     fairness: Literal["fifo", "tenant"] = Field(
         "tenant", description="`tenant` shares the rows between tenants, `fifo` serves in order of arrival."
     )
+
+    def step_tokens(self, device: str) -> int:
+        """``max_step_tokens``, or the default of a *device* of this type (``cpu``, ``cuda``)."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        return 512 if device == "cpu" else 1024
 
 
 class EngineOptions(_Section):
@@ -60,6 +71,16 @@ class EngineOptions(_Section):
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: all cores.")
     trace: str | None = Field(
         None, description="File for a timeline of host, device and requests; an earlier one becomes `NAME.old.json`."
+    )
+    deterministic: bool = Field(
+        False,
+        description="A request's tokens are the same alone and in any batch, however its prompt is cut: on a GPU with "
+        "slower kernels of M*'s own, on the CPU in float32 anyway. What cannot be so is refused at the start.",
+    )
+    compile: bool = Field(
+        False,
+        description="Compile the layers of the nodes with `torch.compile`, at their first step; what was compiled is "
+        "kept in `<MSTAR_CACHE>/compile`. Needs a C++ compiler (on a GPU, Triton).",
     )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 

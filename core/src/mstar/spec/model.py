@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 
-__all__ = ["Ability", "Licence", "ModelSpec", "WeightsRef"]
+__all__ = ["Ability", "Licence", "ModelSpec", "WeightsRef", "check_wanted"]
 
 Ability = Literal[
     "chat", "completion", "embedding", "speech", "transcription", "translation", "image", "image_edit", "video",
@@ -79,3 +80,15 @@ class ModelSpec:
     options: type[Knobs] = Knobs
     tiny: str | None = None
     examples: str | None = None
+
+
+def check_wanted(spec: ModelSpec, wanted: Iterable[str], param: str = "want") -> None:
+    """Check the modalities that a request asks for against those that *spec*'s model makes.
+
+    :param param: the field's name in errors.
+    :raises RequestError: the model does not make one of them; names the nearest, or all that it makes.
+    """
+    for word in (wanted,) if isinstance(wanted, str) else wanted:
+        if word not in spec.outputs:
+            message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
+            raise RequestError(message, param=param, code="unsupported_modality")

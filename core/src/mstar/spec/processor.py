@@ -6,13 +6,13 @@ import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
-from mstar.spec.tasks import Part, Task, TranscriptionTask
+from mstar.spec.tasks import ChatTask, CompletionTask, Part, Task, TranscriptionTask
 
 __all__ = [
     "ArrayDelta",
@@ -27,8 +27,10 @@ __all__ = [
     "Renderer",
     "SegmentDelta",
     "TextDelta",
+    "Tokenizes",
     "ToolCallDelta",
     "Word",
+    "modality",
 ]
 
 
@@ -100,6 +102,12 @@ class AudioDelta:
     rate: int
     stream: str = "audio"
 
+    def save(self, path: str | Path) -> None:
+        """Write a 16-bit WAV file."""
+        from mstar.spec.sound import wav
+
+        Path(path).write_bytes(wav(self.samples, self.rate))
+
 
 @dataclass(frozen=True)
 class FramesDelta:
@@ -108,6 +116,23 @@ class FramesDelta:
     frames: Any
     fps: float | None = None
     stream: str = "image"
+
+    def save(self, path: str | Path) -> None:
+        """Write a picture in the format of *path*'s suffix (PNG, JPEG, WebP…), or a video as an animated GIF, WebP or
+        PNG.
+
+        :raises ValueError: the suffix says none of these.
+        """
+        from PIL import Image
+
+        pictures = [Image.fromarray(frame) for frame in self.frames]
+        if len(pictures) == 1:
+            pictures[0].save(path)
+        elif Path(path).suffix.lower() in (".gif", ".webp", ".png"):
+            rest = pictures[1:]
+            pictures[0].save(path, save_all=True, append_images=rest, duration=1000 / (self.fps or 1.0), loop=0)
+        else:
+            raise ValueError(f"{path}: {len(pictures)} frames can be saved as .gif, .webp or .png")
 
 
 @dataclass(frozen=True)
@@ -164,6 +189,25 @@ Delta = (
 )
 
 
+def modality(delta: Delta) -> str:
+    """What clients call it: one of ``ModelSpec.outputs``, or what goes with one (``reasoning``, ``progress``…)."""
+    if isinstance(delta, TextDelta):
+        return "text"
+    if isinstance(delta, ReasoningDelta):
+        return "reasoning"
+    if isinstance(delta, ToolCallDelta):
+        return "tool_call"
+    if isinstance(delta, AudioDelta):
+        return "audio"
+    if isinstance(delta, ArrayDelta):
+        return delta.modality
+    if isinstance(delta, SegmentDelta):
+        return "segment"
+    if isinstance(delta, ProgressDelta):
+        return "progress"
+    return "image" if delta.fps is None else "video"
+
+
 class Renderer(abc.ABC):
     """Turns one request's events into deltas. One instance a request, called in order."""
 
@@ -184,7 +228,7 @@ class Processor(abc.ABC):
     """A family's API side. Methods are called from a thread pool: they may take time but must be thread-safe.
 
     A processor whose model reports log-probabilities also has ``token_bytes(id: int) -> bytes``, the bytes that a token
-    stands for; without it a request for log-probabilities is refused.
+    stands for; without it a request for log-probabilities is refused. One that has a tokenizer is :class:`Tokenizes`.
     """
 
     def __init__(self, context: ProcessorContext):
@@ -219,3 +263,22 @@ class Processor(abc.ABC):
         if isinstance(part, Part):
             raise RequestError(f"stream {stream!r} takes arrays, not {type(part).__name__.lower()}", param=stream)
         return Push(id=request_id, stream=stream, data=part, end=end)
+
+
+@runtime_checkable
+class Tokenizes(Protocol):
+    """What a processor with a tokenizer can do beside: for clients that count or cut a prompt themselves."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together."""
+
+    def tokenize(self, task: ChatTask | CompletionTask, special: bool = True) -> list[int]:
+        """Ids of the prompt that *task* becomes. *special*: with what the tokenizer and the family put around a
+        completion's text; a chat's template writes its special tokens itself."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of *ids*, special tokens included. Raises :class:`~mstar.spec.errors.RequestError` for others."""
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """How the tokenizer's vocabulary writes each of *ids*."""

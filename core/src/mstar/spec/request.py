@@ -33,15 +33,16 @@ FinishReason = str
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request samples. Neutral defaults: greedy needs ``temperature=0``.
 
-    Order (that of vLLM and transformers): logit bias, ``min_tokens`` mask and allowed-token mask → repetition,
-    frequency and presence penalties → temperature → top-k → top-p → min-p → draw. Log-probabilities are those of the
-    raw logits.
+    Order (that of vLLM and transformers): logit bias, then the masks of ``min_tokens``, allowed tokens and grammar →
+    repetition, frequency and presence penalties → temperature → top-k → top-p → min-p → draw. Log-probabilities are
+    those of the raw logits.
 
     :param seed: the request's own random stream; the same seed gives the same tokens in any batch. ``None`` is
         replaced by a random seed when the request is admitted.
     :param stop_token_ids: ids that end the generation. :param ignore_eos: do not stop on them.
     :param logprobs: number of alternatives to report with each token (0: the chosen one only); ``None``: no report.
-    :param grammar: a constraint for structured output, in the form that the constraint backend understands.
+    :param grammar: a constraint for structured output as JSON (:mod:`mstar.spec.constraints`). Where it is complete
+        only stop tokens may come, also before ``min_tokens``.
     """
 
     temperature: float = 1.0
@@ -137,6 +138,8 @@ class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     """Items of one stream to the client. For streams of ``tokens`` modality *data* is a list of ints.
 
     :param seq: 0, 1, 2… within the stream.
+    :param heard: client stream → how many of its items had been read for what this was computed from, through however
+        many partitions. ``None`` for a request without live input.
     """
 
     id: str
@@ -144,6 +147,7 @@ class Emit(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):
     seq: int
     data: Any
     logprobs: list[TokenLogprob] | None = None
+    heard: dict[str, int] | None = None
 
 
 class Done(msgspec.Struct, kw_only=True, tag=True, tag_field="kind"):

@@ -91,6 +91,10 @@ class Task:
     :param knobs: a validated instance of the spec's knobs class.
     :param stop: strings that end the answer; never shown to the client unless *include_stop*.
     :param logprobs: ``None``, or the number of alternatives per token.
+    :param response_format: what the answer may look like: a form of :mod:`mstar.spec.constraints`, checked by the
+        processor. :param format_param: the client's field that it comes from, which errors name.
+    :param tenant: whose request it is: tenants share the rows, and neither prompts' heads nor sessions.
+    :param timeout: seconds that it may take from now on, within what the deployment allows.
     :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began. On
         ``/v1/realtime`` it is ``("audio",)``: what the client says comes as :class:`Audio` parts on that stream, which
         :meth:`~mstar.spec.processor.Processor.push` turns into items of the graph's own stream.
@@ -102,8 +106,11 @@ class Task:
     include_stop: bool = False
     logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    response_format: Mapping[str, Any] | None = None
+    format_param: str = "response_format"
     session: str | None = None
     tenant: str = ""
+    timeout: float | None = None
     live: tuple[str, ...] = ()
 
     @property
@@ -125,7 +132,6 @@ class ChatTask(Task):
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    response_format: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,21 +15,24 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
+from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
-from mstar.spec.deployment import Deployment
+from mstar.spec.deployment import Deployment, EngineOptions
 from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
 from mstar.spec.graph import NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
+from mstar.worker.deterministic import option_faults
 from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "placement_faults",
     "reserved_bytes",
     "runner_name",
+    "vocabulary_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -98,7 +102,13 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
-    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase)
+    deterministic = deployment.engine.deterministic
+    faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
+    if deployment.engine.compile:
+        faults += compile_faults(device, deterministic)
+    if faults:
+        raise DeploymentError(faults, config.places)
+    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase, deployment.engine)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
@@ -112,6 +122,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         free=free_memory(device),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
+        vocabulary=partial(vocabulary_of, model, weights),
     )
     made = {
         name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
@@ -120,6 +131,16 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
     return Built(model, plan, resources, nodes, stage, device, dtype)
+
+
+def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[str, str]]:
+    if deterministic and device.type == "cuda":
+        yield (
+            "engine.compile",
+            "with engine.deterministic on a GPU nothing can be compiled: compilers order sums by the number of rows",
+        )
+    elif (fault := compiler_fault(device)) is not None:
+        yield "engine.compile", fault
 
 
 def make_model(
@@ -214,6 +235,7 @@ def memory_plan(
     free: int | None,
     weights_bytes: int = 0,
     reserve_bytes: int = 0,
+    vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
 ) -> MemoryPlan:
     """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
@@ -227,7 +249,23 @@ def memory_plan(
         free=free,
         weights_bytes=weights_bytes,
         reserve_bytes=reserve_bytes,
+        vocabulary=vocabulary,
     )
+
+
+def vocabulary_of(model: Model, weights: Path | None, sampler: str) -> Callable[[], Sequence[bytes]] | None:
+    """The vocabulary of a sampler, read when it is asked for; ``None`` if there is none."""
+    if type(model).vocabulary is not Model.vocabulary:
+        return lambda: model.vocabulary(sampler) or ()
+    if weights is None or not (weights / "tokenizer.json").is_file():
+        return None
+
+    def read() -> Sequence[bytes]:
+        from mstar.processing.tokenizer import TextTokenizer
+
+        return TextTokenizer(weights).vocabulary()
+
+    return read
 
 
 def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, registry: Registry) -> Resource:
@@ -251,16 +289,26 @@ def _load_nodes(
     device: torch.device,
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
+    engine: EngineOptions,
 ) -> tuple[dict[str, Node], int]:
     """The nodes, and the bytes of their weights as loaded."""
     maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
     nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
     for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
         raise SetupError(fault)
+    told = engine.deterministic and device.type == "cuda"  # elsewhere the operations are what they are anyway
+    if told and (refused := [fault for name, node in nodes.items() for fault in deterministic_faults(name, node)]):
+        raise SetupError("engine.deterministic: " + "\n  ".join(refused))
     mapped = {name: found for name, found in maps.items() if found is not None}
     size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
+    if device.type == "cpu" and not engine.compile:  # compilers cannot look into what is packed
+        for name in mapped:
+            prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters
     size += sum(_tensor_bytes(node) for name, node in nodes.items() if name not in mapped)
-    return {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}, size
+    loaded = {name: node.to(device).eval().requires_grad_(False) for name, node in nodes.items()}
+    if told and (refused := [fault for name, node in loaded.items() for fault in prepare_deterministic(name, node)]):
+        raise SetupError("engine.deterministic: " + "\n  ".join(refused))
+    return loaded, size
 
 
 def _tensor_bytes(node: Node) -> int:
@@ -304,8 +352,6 @@ def _load_weights(
 
         load(nodes[name], found, weights, device, dtype, report)
         size += _tensor_bytes(nodes[name])
-        if device.type == "cpu":
-            prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters
     return size
 
 

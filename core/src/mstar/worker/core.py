@@ -4,9 +4,8 @@ One thread owns a worker and calls it; executors bring commands in and carry eve
 is plain: choose a batch, launch it, land it, route its outputs.
 
 *Look-ahead* (``engine.lookahead``) puts the next batch's launch before the landing, so that the device always has a
-step to go on with: calls that will follow unless a loop ends are foreseen (:meth:`RequestRun.foresee`) and launched;
-where the loop ended, the step that should not have been is retracted. What a client sees is the same; the plain loop is
-the oracle of the overlapped one.
+step to go on with: :mod:`mstar.worker.lookahead`. What a client sees is the same; the plain loop is the oracle of the
+overlapped one.
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.compile import compile_regions, opaque
 from mstar.engine.device import raise_if_lost
 from mstar.engine.engine import Engine, Flight
 from mstar.engine.step import RowResult, Work
-from mstar.graph.program import CallOp
-from mstar.graph.run import CallRun, RequestRun
+from mstar.graph.calls import CallRun
+from mstar.graph.run import RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner
 from mstar.scheduler.base import Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
-from mstar.spec.deployment import Deployment
 from mstar.spec.errors import RequestError, TooBusy
-from mstar.spec.request import Amount, Cancel, Done, EngineRequest, Event, Failed, Push, Usage
+from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build, runner_name
+from mstar.worker.live import Live, failure
+from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.observers import Observers
 from mstar.worker.sessions import Sessions
+from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
 
 __all__ = ["Worker"]
@@ -49,27 +49,6 @@ _OBSERVERS = (
     "mstar_request_ended",
     "mstar_step_done",
 )
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request between submission and end."""
-
-    request: EngineRequest
-    run: RequestRun
-    holding: Holding
-    arrival: float
-    deadline: float | None = None
-    started: float | None = None
-    cached: int = 0
-    fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
-    siblings: list[_Live] = field(default_factory=list)
-
-
-def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
-    """Whether a worker launches a step before the one before has landed: as the deployment says, else on a GPU."""
-    ahead = deployment.engine.lookahead
-    return device.type == "cuda" if ahead is None else ahead
 
 
 class Worker:
@@ -88,8 +67,10 @@ class Worker:
         self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
         self.admission = Admission(built.model, built.plan, built.resources, self.sessions)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
+        self._step_tokens = deployment.scheduler.step_tokens(built.device.type)
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler, group_limits=lambda group: limits.get(group[0])
+            deployment.scheduler.model_copy(update={"max_step_tokens": self._step_tokens}),
+            group_limits=lambda group: limits.get(group[0]),
         )
         runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
         self.engine = Engine(
@@ -101,17 +82,20 @@ class Worker:
             built.device,
             built.dtype,
             self._step_done if self.observers.watched("mstar_step_done") else None,
+            opaque if deployment.engine.compile else None,
         )
+        if deployment.engine.compile:
+            folder = None if config.cache is None else Path(config.cache, "compile")
+            compile_regions(built.nodes, deterministic=deployment.engine.deterministic, folder=folder)
         self._prepare(on_phase)
         self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
         self.observers.add("timeline", self.trace)
-        self._shares_prompts = any(e.prefix for n in built.plan.graph.nodes for e in n.entries)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
-        self._foreseeable: dict[CallOp, bool] = {}
-        self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
-        self._live: dict[str, _Live] = {}
-        self._timeouts: Deadlines[_Live] = Deadlines()
+        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of)
+        self._live: dict[str, Live] = {}
+        self.sharing = PromptSharing(built.plan, built.resources, self._live, self._owner_of, self._start)
+        self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
         self._next_check = time.monotonic()
@@ -126,7 +110,7 @@ class Worker:
         def report(done: int, total: int) -> None:
             on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
 
-        self.engine.prepare(self.plan, rows, deployment.scheduler.max_step_tokens, report)
+        self.engine.prepare(self.plan, rows, self._step_tokens, report)
         status = self.engine.runner.status()
         if status.get("graphs"):
             size = status["graph_bytes"] / 2**20
@@ -152,13 +136,13 @@ class Worker:
             self._timeouts.add(live)
             self.observers.call("mstar_request_submitted", request=request)
 
-    def _admit_later(self, request: EngineRequest, now: float) -> _Live:
+    def _admit_later(self, request: EngineRequest, now: float) -> Live:
         needs = self.admission.needs(request)
         run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
         timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
-        live = _Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
+        live = Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
         if request.session is not None:
-            session = live.holding.session = self.sessions.acquire(request.session, request.id, now)
+            session = live.holding.session = self.sessions.acquire(request.session, request.id, now, request.tenant)
             live.fresh = not session.owners  # a context that goes on has no head to skip
         try:
             self._enqueue(Ticket(request.id, request.tenant, request.priority, now, live), now)
@@ -201,7 +185,7 @@ class Worker:
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
-        work = self._next_work(now)
+        work = self.ahead.next_work(now)
         if not work and not self._flights:
             trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
@@ -214,8 +198,7 @@ class Worker:
         landed = [self._land(flight) for flight in landing]  # all parts of a step that failed before what follows
         for flight, results in zip(landing, landed, strict=True):
             self._route(flight, results)
-        for flight in self._flights:
-            self._foresee(flight)
+        self.ahead.foresee(self._flights)
         trace.stage("foresee")
         trace.end(self._running, self.scheduler.waiting, self._answering)
         return True
@@ -249,17 +232,17 @@ class Worker:
         for live in list(self._live.values()):
             self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
         self._flights.clear()
-        self._cohort.clear()
+        self.ahead.clear()
         self.sessions.close()
         self.trace.rest(self._running, self.scheduler.waiting)
         self.trace.close()
 
     # --- requests begin -----------------------------------------------------------------------------------------------
     def _start_requests(self, now: float) -> None:
-        failed: list[tuple[_Live, Exception]] = []
+        failed: list[tuple[Live, Exception]] = []
 
         def admit(ticket: Ticket) -> bool:
-            live: _Live = ticket.payload
+            live: Live = ticket.payload
             if self._running >= self.config.deployment.max_concurrent_requests:
                 return False
             try:
@@ -274,22 +257,22 @@ class Worker:
             return True
 
         for ticket in self.scheduler.start(admit):
-            live: _Live = ticket.payload
+            live: Live = ticket.payload
             if live.started is not None:
                 self._begin(live)
         for live, error in failed:
             self._fail(live, error)
 
-    def _begin(self, live: _Live) -> None:
+    def _begin(self, live: Live) -> None:
         started = live.started or 0.0
         self.observers.call("mstar_request_started", request=live.request, queued_s=started - live.arrival)
-        parent = self._live.get(live.request.sibling_of or "")
-        if self._shares_prompts and parent is not None and parent.started is not None and parent.fresh:
-            parent.siblings.append(live)  # its prompt is being computed: wait and share it
-            return
+        if not self.sharing.waits(live):
+            self._start(live)
+
+    def _start(self, live: Live) -> None:
         self._guarded(live, live.run.start)
 
-    def _guarded(self, live: _Live, action: Callable[[], None]) -> None:
+    def _guarded(self, live: Live, action: Callable[[], None]) -> None:
         """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
         lost."""
         try:
@@ -301,77 +284,43 @@ class Worker:
                 log.exception("request %r failed", live.request.id)
             self._fail(live, error)
 
-    def _collect(self, live: _Live) -> None:
+    def _collect(self, live: Live) -> None:
         """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
         run = live.run
         if run.void:
             void, run.void = run.void, []
             for call in void:
-                self._drop(call)
+                self.ahead.drop(call)
         if run.ready:
             now = time.monotonic()
             ready, run.ready = run.ready, []
             for call in ready:
                 if call.op.entry.prefix and live.fresh and call.done == 0:
-                    self._reuse_prefix(live, call)
-                self._offer(live, call, now)
+                    self.sharing.reuse(live, call)
+                self._offer(call, now)
         if run.finished and live.started is not None:
-            self._finish(live, _overall(run.reasons))
+            self._finish(live)
 
-    def _offer(self, live: _Live, call: CallRun, now: float) -> None:
-        entry = call.op.entry
-        item = Item(
-            live.request.id,
+    def _offer(self, call: CallRun, now: float) -> None:
+        request = call.run.request
+        call.item = Item(
+            request.id,
             call.group,
             max(call.remaining, 1),
-            entry.chunk is not None,
+            call.op.entry.chunk is not None,
             call.decode,
-            live.run.deadline(call.partition.name, now),
-            live.request.priority,
+            call.run.deadline(call.partition.name, now),
+            request.priority,
             call,
         )
-        call.item = item
-        self.scheduler.ready(item)
+        self.scheduler.ready(call.item)
 
-    def _reuse_prefix(self, live: _Live, call: CallRun) -> None:
-        """Let the call skip the head of its tokens that all of its resources already hold."""
-        ref = call.inputs[call.op.primary or ""]
-        ids = ref.to_host() if not ref.row else [ref.to_host()]
-        mine = [(self.resources[name], self._owner_of(live, name, call)) for name in call.op.entry.resources]
-        sibling = self._live.get(live.request.sibling_of or "")
-        hits = []
-        for resource, owner in mine:
-            parent = None if sibling is None else self._owner_of(sibling, resource.name, call)
-            hit = resource.match(owner, ids, parent)
-            if hit is not None:
-                hits.append(hit)
-        skipped = min(hits, default=0)
-        if skipped <= 0:
-            return
-        for resource, owner in mine:
-            parent = None if sibling is None else self._owner_of(sibling, resource.name, call)
-            resource.skip(owner, ids[:skipped], parent)
-        call.done = live.cached = skipped
+    def _live_of(self, call: CallRun) -> Live | None:
+        """The request of *call*, unless it has ended."""
+        live = self._live.get(call.run.request.id)
+        return live if live is not None and live.run is call.run else None
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def _next_work(self, now: float) -> list[Work]:
-        """What the next step runs. While the calls of one step all follow those of the step before, and nobody else has
-        anything to run, the scheduler has nothing to choose and is not asked."""
-        cohort, self._cohort = self._cohort, []
-        if cohort and not self.scheduler.idle:
-            for call in cohort:
-                self._offer(self._live[call.run.request.id], call, now)
-            cohort = []
-        batch = self.scheduler.next(now)
-        if batch is not None:
-            return [self._work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
-        return [Work(call, 0, 1, True) for call in cohort]
-
-    @staticmethod
-    def _work(call: CallRun, tokens: int) -> Work:
-        tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
-        return Work(call, call.done, tokens, call.done + tokens >= call.length)
-
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
         now = time.monotonic()
@@ -389,9 +338,9 @@ class Worker:
         call.done += w.tokens
         call.chunks += 1
         if not w.complete:
-            self._offer(live, call, now)
+            self._offer(call, now)
         elif live.fresh and call.op.entry.prefix:
-            self._end_fresh(live)
+            self.sharing.computed(live)
 
     def _land(self, flight: Flight) -> list[RowResult | Exception]:
         results = self.engine.land(flight)
@@ -400,8 +349,8 @@ class Worker:
 
     def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
         for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
-            live = self._live.get(w.call.run.request.id)
-            if live is None or live.run is not w.call.run or w.call.dropped:
+            live = self._live_of(w.call)
+            if live is None or w.call.dropped:
                 continue  # it has ended, or this step should not have been
             if isinstance(result, Exception):
                 self._fail(live, result)
@@ -411,90 +360,38 @@ class Worker:
                 self._complete(live, w.call, result)
         self.trace.routed(flight)
 
-    def _complete(self, live: _Live, call: CallRun, result: RowResult) -> None:
+    def _complete(self, live: Live, call: CallRun, result: RowResult) -> None:
         outputs, logprobs = result.outputs, result.logprobs
         assert outputs is not None
         self._guarded(live, lambda: live.run.complete(call, outputs, logprobs))
-
-    def _foresee(self, flight: Flight) -> None:
-        """Make ready what will follow the calls of *flight*, which still runs."""
-        if flight.outcome is None:
-            return
-        foreseen, all_again = [], len(self._flights) == 1
-        for w, result in zip(flight.work, flight.outcome.results, strict=True):
-            call = w.call
-            live = self._live.get(call.run.request.id)
-            if live is None or live.run is not call.run or result.outputs is None or call.dropped:
-                all_again &= result.outputs is not None
-                continue
-            ahead = live.run.foresee(call, result.outputs, self._may_foresee)
-            if ahead is None:
-                continue
-            foreseen.append((live, ahead))
-            all_again = all_again and ahead.op is call.op and ahead.length == 1 and not call.op.varying
-        if all_again and self.scheduler.idle:
-            self._cohort = [ahead for _, ahead in foreseen]
-            return
-        now = time.monotonic()
-        for live, ahead in foreseen:
-            self._offer(live, ahead, now)
-
-    def _may_foresee(self, op: CallOp) -> bool:
-        may = self._foreseeable.get(op)
-        if may is None:
-            may = self._foreseeable[op] = all(self.resources[name].speculates for name in op.entry.resources)
-        return may
-
-    def _drop(self, call: CallRun) -> None:
-        """*call* was foreseen and is not to be."""
-        call.dropped = True
-        if call.flight is not None:
-            if call.flight.failure is None:
-                self.engine.retract(call.flight, call.index)
-                self.trace.retracted(call.flight, call.run.request.id)
-        elif call.item is not None:
-            self.scheduler.drop(call.item)
-        else:
-            self._cohort.remove(call)
-
-    def _end_fresh(self, live: _Live) -> None:
-        """The prompt is computed (or never will be): siblings may go on."""
-        live.fresh = False
-        siblings, live.siblings = live.siblings, []
-        for sibling in siblings:
-            if sibling.request.id in self._live:
-                self._guarded(sibling, sibling.run.start)
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
         self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
 
     # --- requests end -------------------------------------------------------------------------------------------------
-    def _finish(self, live: _Live, reason: str) -> None:
+    def _finish(self, live: Live, reason: str | None = None) -> None:
         if live.request.id not in self._live:
             return
-        usage = self._usage(live)
-        event = Done(id=live.request.id, reason=reason, reasons=live.run.reasons, usage=usage)
-        self._end(live, event, keep_session=True)
+        self._end(live, live.done(reason), keep_session=True)
 
-    def _fail(self, live: _Live, error: Exception) -> None:
+    def _fail(self, live: Live, error: Exception) -> None:
         # After a fault of ours nobody knows what the session's state holds; a client's mistake does not touch it.
-        self._end(live, _failed(live.request.id, error), keep_session=isinstance(error, RequestError))
+        self._end(live, failure(live.request.id, error), keep_session=isinstance(error, RequestError))
 
-    def _end(self, live: _Live, event: Done | Failed, keep_session: bool) -> None:
+    def _end(self, live: Live, event: Done | Failed, keep_session: bool) -> None:
         if self._live.pop(live.request.id, None) is None:
             return
         self._timeouts.discard(live)
-        if self._cohort:
-            self._cohort = [call for call in self._cohort if call.run is not live.run]
+        self.ahead.forget(live.run)
         self.scheduler.forget(live.request.id)
         if live.started is not None:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
         self._events.append(event)
         self.observers.call("mstar_request_ended", request=live.request, event=event)
-        self._end_fresh(live)
+        self.sharing.computed(live)
 
-    def _release(self, live: _Live, keep_session: bool, now: float) -> None:
+    def _release(self, live: Live, keep_session: bool, now: float) -> None:
         self.admission.release(live.holding)
         session = live.holding.session
         if session is not None:
@@ -502,30 +399,17 @@ class Worker:
             self.sessions.give_back(session, now, keep=keep_session)
 
     def _refuse(self, request: EngineRequest, error: Exception) -> None:
-        event = _failed(request.id, error)
+        event = failure(request.id, error)
         self._events.append(event)
         self.observers.call("mstar_request_refused", request=request, event=event)
 
     def _answering(self, request: str) -> bool:
-        """Whether *request* has a first token or other output."""
         live = self._live.get(request)
-        return live is not None and (bool(live.run.generated) or any(out.items for out in live.run.out.values()))
-
-    def _usage(self, live: _Live) -> Usage:
-        now = time.monotonic()
-        started = live.started if live.started is not None else now
-        output: dict[str, Amount] = {}
-        for stream in live.run.out.values():
-            modality = stream.spec.modality
-            output[modality] = output.get(modality, 0) + stream.items
-        # What language models made, also for a codec; a transducer's tokens are in its stream only.
-        if generated := sum(live.run.generated.values()):
-            output["tokens"] = max(generated, output.get("tokens", 0))
-        return Usage(output=output, cached=live.cached, queued_s=started - live.arrival, run_s=now - started)
+        return live is not None and live.answering
 
     def _expire(self, now: float) -> None:
         while (live := self._timeouts.first()) is not None and live.deadline is not None and live.deadline <= now:
-            took = f"the request took longer than {live.deadline - live.arrival:g} s"
+            took = f"the request took longer than {live.deadline - live.arrival:.3g} s"
             self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
         self.sessions.expire(now)
 
@@ -534,7 +418,7 @@ class Worker:
         call = work.call
         return self._owner_of(self._live[call.run.request.id], resource, call)
 
-    def _owner_of(self, live: _Live, resource: str, call: CallRun) -> Owner:
+    def _owner_of(self, live: Live, resource: str, call: CallRun) -> Owner:
         return self.admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
 
     def _close(self, resource: str, owner: Owner) -> None:
@@ -554,25 +438,3 @@ class Worker:
                 held = live.holding.session.owners if live.holding.session is not None else set()
                 owners += [o for n, o in live.holding.owners if n == name and (n, o) not in held]
             resource.check(owners)
-
-
-def _overall(reasons: dict[str, str]) -> str:
-    """One word for the whole request: ``length`` and ``stop`` say more than ``done`` and the ends of inner streams."""
-    for word in ("length", "stop"):
-        if word in reasons.values():
-            return word
-    return next((r for r in reasons.values() if r != "done"), "done")
-
-
-def _failed(request: str, error: Exception) -> Failed:
-    if isinstance(error, RequestError):
-        return Failed(
-            id=request,
-            message=error.message,
-            code=error.code,
-            status=error.status,
-            type=error.type,
-            param=error.param,
-            retry_after=getattr(error, "retry_after", None),
-        )
-    return Failed(id=request, message=f"the model failed on this request: {type(error).__name__}: {error}")

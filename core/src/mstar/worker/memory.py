@@ -47,6 +47,7 @@ class MemoryPlan:
     :param free: bytes free once the weights are there; ``None``: not known, nothing is refused.
     :param weights_bytes: what the weights take, to be told beside the rest.
     :param reserve_bytes: of *free*, for what is allocated after the pools: graphs, workspaces.
+    :param vocabulary: of a resource; see :class:`~mstar.resources.base.ResourceContext`.
     """
 
     def __init__(
@@ -61,7 +62,9 @@ class MemoryPlan:
         free: int | None,
         weights_bytes: int = 0,
         reserve_bytes: int = 0,
+        vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
     ):
+        self._vocabulary = vocabulary
         self._declared, self._plan, self._deployment = declared, plan, deployment
         self._stage, self._dtype, self._backends = stage, dtype, backends
         self._free, self._weights, self._reserve = free, weights_bytes, reserve_bytes
@@ -92,7 +95,16 @@ class MemoryPlan:
     def _context(self, name: str) -> ResourceContext:
         memory = self._budget(name)
         owners = self._owners(name)
-        return ResourceContext(self._stage.device, self._dtype, owners, memory, self._backends, stage=self._stage)
+        return ResourceContext(
+            self._stage.device,
+            self._dtype,
+            owners,
+            memory,
+            self._backends,
+            self._deployment.engine.deterministic,
+            self._vocabulary(name),
+            stage=self._stage,
+        )
 
     def _contexts(self, name: str) -> int:
         return len(self._plan.contexts.get(name, ())) or 1

@@ -14,16 +14,20 @@ __all__ = ["Session", "Sessions"]
 
 @dataclass(slots=True)
 class Session:
-    """*owners*: (resource, owner) pairs whose state it keeps. *user*: the request that holds it now."""
+    """*tenant*: who alone can use it, whatever names others have chosen. *owners*: (resource, owner) pairs whose state
+    it keeps. *user*: the request that holds it now."""
 
     name: str
+    tenant: str
     last_used: float
     user: str | None = None
     owners: set[tuple[str, Owner]] = field(default_factory=set)
 
     @property
     def key(self) -> str:
-        return f"session:{self.name}"
+        if not self.tenant:
+            return f"session:{self.name}"
+        return f"session@{len(self.tenant)}:{self.tenant}:{self.name}"  # no two pairs have one key
 
 
 class Sessions:
@@ -31,24 +35,26 @@ class Sessions:
 
     def __init__(self, limit: int, ttl_s: float, release: Callable[[str, Owner], None]):
         self.limit, self.ttl_s, self._release = limit, ttl_s, release
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, Session] = {}  # by key
         self._idle: OrderedDict[str, Session] = OrderedDict()  # those that nobody holds, used longest ago first
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def acquire(self, name: str, request: str, now: float) -> Session:
-        """Take session *name* for *request*, making it if need be. Raises when it is in use or no more fit."""
-        session = self._sessions.get(name)
+    def acquire(self, name: str, request: str, now: float, tenant: str = "") -> Session:
+        """Take *tenant*'s session *name* for *request*, making it if need be. Raises when it is in use or no more
+        fit."""
+        new = Session(name, tenant, now)
+        session = self._sessions.get(new.key)
         if session is None:
             if len(self._sessions) >= self.limit and not self.evict_one():
                 raise TooBusy(f"all {self.limit} sessions are in use; try again later or raise max_sessions")
-            session = self._sessions[name] = Session(name, now)
+            session = self._sessions[new.key] = new
         elif session.user is not None:
             raise RequestError(
                 f"session {name!r} is in use by another request", param="session", code="session_busy", status=409
             )
-        self._idle.pop(name, None)
+        self._idle.pop(session.key, None)
         session.user, session.last_used = request, now
         return session
 
@@ -56,7 +62,7 @@ class Sessions:
         """The request has ended. ``keep=False`` drops the state: after an error nobody knows what it holds."""
         session.user, session.last_used = None, now
         if keep and session.owners:
-            self._idle[session.name] = session
+            self._idle[session.key] = session
         else:
             self._drop(session)
 
@@ -85,7 +91,7 @@ class Sessions:
             self._drop(session)
 
     def _drop(self, session: Session) -> None:
-        del self._sessions[session.name]
-        self._idle.pop(session.name, None)
+        del self._sessions[session.key]
+        self._idle.pop(session.key, None)
         for resource, owner in session.owners:
             self._release(resource, owner)

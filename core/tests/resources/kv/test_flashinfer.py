@@ -19,9 +19,11 @@ from mstar.resources.attention.flashinfer_check import first_step
 from mstar.resources.attention.flashinfer_kernels import KernelFault
 from mstar.resources.attention.flashinfer_pages import kernel_page, list_pages, room
 from mstar.resources.attention.torch_sdpa import TorchAttention
-from mstar.resources.base import Owner, ResourceContext, Row
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.cross_kv import CrossKV
 from mstar.resources.paged_kv import PagedKV
 from mstar.resources.staging import Lane, Stage
+from mstar.resources.window_kv import WindowKV
 from mstar.spec import resources as specs
 from mstar.spec.request import EngineRequest
 
@@ -386,8 +388,11 @@ def test_a_lane_refuses_what_its_graph_cannot_hold(fake: Fake) -> None:
     stage.begin(lane)
     with pytest.raises(ValueError, match="one query a row"):
         backend.plan_kv(of, batch([1, 2], [3, 4]), stage, "many")
-    with pytest.raises(ValueError, match="frozen"):
-        backend.plan_kv(of, batch([1, 1], [3, 4], step_kv="beside"), stage, "beside")
+    frozen = backend.plan_kv(of, batch([1, 1], [3, 4], step_kv="beside"), stage, "beside")
+    with pytest.raises(ValueError, match="no kernel"):
+        frozen.attend(0, queries(2), *of.data[0, :, :2], window=2)
+    with pytest.raises(ValueError, match="has 2 items"):
+        backend.plan_ragged([1, 2], stage, "segments")
     plan = backend.plan_kv(of, batch([1, 1], [3, 4], sink=1), stage, "sink")
     with pytest.raises(ValueError, match="no kernel"):
         plan.attend(0, queries(2), None, None, window=2)
@@ -422,6 +427,116 @@ def test_a_lane_can_read_a_memory_that_the_step_does_not_write(fake: Fake) -> No
         plan = backend.plan_kv(of, rows, stage, "kv")
         stage.send()
         check(plan, rows, of, causal=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_lane_of_frozen_steps(fake: Fake, causal: bool) -> None:
+    """Rows of any lengths beside contexts of any lengths, none included; of one query each too."""
+    backend, of, stage = FlashInferOnCPU(), memory(), Stage("cpu")
+    mixed, single = Lane(3, torch.device("cpu"), tokens=9), Lane(3, torch.device("cpu"))
+    steps = [([5, 4, 0], [7, 3, 0]), ([1, 2, 6], [0, 9, 0]), ([2, 2, 5], [0, 0, 0]), ([1, 1, 1], [4, 0, 0])] * 2
+    plans = set()
+    for lengths, starts in steps:
+        lane = single if max(lengths) == 1 else mixed
+        stage.begin(lane)
+        rows = batch(lengths, starts, step_kv="beside")
+        plan = backend.plan_kv(of, rows, stage, "kv")
+        plans.add(id(plan))
+        stage.send()
+        q, own = queries(lane.tokens), torch.randn(2, lane.tokens, 2, 8)
+        out = plan.attend(0, q, own[0], own[1], causal=causal)
+        wanted = TorchAttention().plan_kv(of, rows, Stage("cpu"), "kv").attend(0, q, own[0], own[1], causal=causal)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-6)
+    assert len(plans) == 2
+    assert {kind for kind, *_ in fake.runs} == {"ragged fa2", "fa2"}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_lane_of_segments(fake: Fake, causal: bool) -> None:
+    backend, stage, lane = FlashInferOnCPU(), Stage("cpu"), Lane(4, torch.device("cpu"), tokens=12)
+    plans, addresses = set(), set()
+    for lengths in ([5, 7, 0, 0], [1, 2, 9, 0], [3, 3, 3, 3]):
+        stage.begin(lane)
+        before = len(fake.plans)
+        plan = backend.plan_ragged(lengths, stage, "segments")
+        assert fake.plans[before:] == ([("fa2", True)] if plans else [])
+        plans.add(id(plan))
+        addresses.add(lane.tensors["segments.segments"][2].data_ptr())
+        stage.send()
+        q, own = queries(12), torch.randn(2, 12, 2, 8)
+        out = plan.attend(q, own[0], own[1], causal=causal)
+        wanted = TorchAttention().plan_ragged(lengths, stage, "wanted").attend(q, own[0], own[1], causal=causal)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-6)
+    assert len(plans) == len(addresses) == 1
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+def test_a_lane_over_rings(fake: Fake, sink: int) -> None:
+    """Contexts that have gone round their rings, new ones among them, and padding: as plain steps."""
+
+    def ring() -> WindowKV:
+        spec = specs.WindowKV(kv_heads=2, query_heads=4, head_dim=8, window=6, sink=sink, max_step=3)
+        context = ResourceContext(torch.device("cpu"), torch.float32, 4, None, [FlashInferOnCPU()], stage=Stage("cpu"))
+        return WindowKV("ring", spec, context)
+
+    captured, plain = ring(), ring()
+    owners, rng, device = [Owner(name) for name in "ABC"], np.random.default_rng(0), torch.device("cpu")
+    for resource in (captured, plain):
+        for owner in owners:
+            assert resource.reserve(owner, 1)
+            resource.open(owner, EngineRequest(id=owner.key))
+    lanes = [Lane(4, device), Lane(4, device, tokens=40)]
+    for step in range(40):
+        lane = lanes[0 if sink else step % 2]  # sinks outside of a window need a row's only query
+        single = lane.tokens == lane.rows
+        chosen = [owners[i] for i in rng.permutation(3)[: rng.integers(1, 4)]]
+        rows = [Row(owner, 1 if single else int(rng.integers(1, 4))) for owner in chosen]
+        real = sum(row.length for row in rows)
+        captured.context.stage.begin(lane)
+        view = captured.plan(rows)
+        captured.context.stage.send()
+        q, k, v = queries(lane.tokens), torch.randn(lane.tokens, 2, 8), torch.randn(lane.tokens, 2, 8)
+        out = view.attend(0, q, k, v)
+        wanted = plain.plan(rows)
+        assert out.isfinite().all()
+        torch.testing.assert_close(out[:real], wanted.attend(0, q[:real], k[:real], v[:real]), rtol=1e-5, atol=2e-6)
+        assert view.positions[:real].tolist() == wanted.positions.tolist()
+        for resource in (captured, plain):
+            resource.commit(rows)
+            if step % 5 == 3:  # a step that should not have been, though it has overwritten the ring's oldest tokens
+                resource.retract(rows[0])
+
+
+def test_a_lane_over_memories_of_an_encoder(fake: Fake) -> None:
+    spec = specs.CrossKV(kv_heads=2, query_heads=4, head_dim=8, max_tokens=20)
+    context = ResourceContext(torch.device("cpu"), torch.float32, 4, None, [FlashInferOnCPU()], stage=Stage("cpu"))
+    cross, device = CrossKV("memory", spec, context), torch.device("cpu")
+    owners = [Owner(name) for name in "ABC"]
+    for owner in owners:
+        assert cross.reserve(owner, 1)
+        cross.open(owner, EngineRequest(id=owner.key))
+    prime = [Row(owner, length) for owner, length in zip(owners, (20, 3, 9), strict=True)]
+    assert cross.variant(prime) is None, "what is to be written is not written in a graph"
+    cross.plan(prime).write(0, torch.randn(32, 2, 8), torch.randn(32, 2, 8))
+    cross.commit(prime)
+    lanes, stage = [Lane(4, device), Lane(4, device, tokens=11)], cross.context.stage
+    for step, chosen in enumerate(([0, 1, 2], [2, 0], [1], [2, 1, 0], [0], [1, 2])):
+        lane = lanes[step % 2]
+        rows = [Row(owners[i], 1 if lane.tokens == 4 else 1 + i) for i in chosen]
+        real = sum(row.length for row in rows)
+        assert cross.variant(rows) == ()
+        q = queries(lane.tokens)
+        stage.begin()
+        wanted = cross.plan(rows).attend(0, q[:real])
+        stage.begin(lane)
+        view = cross.plan(rows)
+        stage.send()
+        torch.testing.assert_close(view.attend(0, q)[:real], wanted, rtol=1e-5, atol=2e-6)
+        cross.commit(rows)
+    with pytest.raises(IntegrityError, match="captured step"):
+        view.write(0, torch.zeros(11, 2, 8), torch.zeros(11, 2, 8))
+    with pytest.raises(IntegrityError, match="lengths only"):
+        view.attend(0, q, [5, 6, 0, 0])
 
 
 def test_no_way_of_attending_is_new_during_a_capture(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

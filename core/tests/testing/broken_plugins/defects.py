@@ -140,6 +140,13 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("raises_on_bad_input", processor=PROCESSORS + "Raises"),
         _model("names_no_field", processor=PROCESSORS + "NamesNoField"),
         _model("fails_on_no_text", "FailsOnShort", processor=PROCESSORS + "TakesEmpty"),
+        # answers
+        _model("unmade_output", outputs=("text", "audio")),
+        _model("ignores_stop", processor=PROCESSORS + "IgnoresStop"),
+        _model("goes_on", processor=PROCESSORS + "GoesOn"),
+        _model("refuses_stop", processor=PROCESSORS + "RefusesStop"),
+        _model("counts_nothing", processor=PROCESSORS + "CountsNothing"),
+        _model("counts_messages", processor=PROCESSORS + "CountsMessages"),
         # graph and deployment
         _model("bad_graph", "BadGraph"),
         _model("fickle_graph", "FickleGraph"),

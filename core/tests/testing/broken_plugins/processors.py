@@ -19,7 +19,7 @@ class Sound(MiniProcessor):
     """Text in, text out."""
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
-        return MiniRenderer({"text": "text"})
+        return MiniRenderer({"text": "text"}, task)
 
 
 class NoChat(Sound):
@@ -95,7 +95,7 @@ class Breaks(Sound):
     """Breaks off in the middle of the answer."""
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
-        return _Breaking({"text": "text"})
+        return _Breaking({"text": "text"}, task)
 
 
 class _Breaking(MiniRenderer):
@@ -103,3 +103,46 @@ class _Breaking(MiniRenderer):
         if event.seq == 1:
             raise ValueError("no more")
         return super().feed(event)
+
+
+class IgnoresStop(Sound):
+    """Its renderer never hears of stop strings."""
+
+    def renderer(self, task: Task, prepared: Prepared) -> Renderer:
+        return MiniRenderer({"text": "text"}, replace(task, stop=()))
+
+
+class GoesOn(Sound):
+    """Cuts its text at a stop string, and lets the request run on."""
+
+    def renderer(self, task: Task, prepared: Prepared) -> Renderer:
+        return _GoingOn({"text": "text"}, task)
+
+
+class _GoingOn(MiniRenderer):
+    def feed(self, event: Emit):  # type: ignore[no-untyped-def]
+        yield from super().feed(event)
+        self.finished = None
+
+
+class RefusesStop(Sound):
+    """Sound: it has no stop strings, and says so."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        if task.stop:
+            raise RequestError("stop strings mean nothing here", param="stop")
+        return super().prepare(task, request_id)
+
+
+class CountsNothing(Sound):
+    """Leaves the prompt out of its usage."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        return replace(super().prepare(task, request_id), prompt_tokens=0)
+
+
+class CountsMessages(Sound):
+    """Takes a prompt for one token, however long it is."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        return replace(super().prepare(task, request_id), prompt_tokens=1)

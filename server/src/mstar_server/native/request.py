@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
-from mstar.spec.model import ModelSpec
+from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.tasks import GenerateTask
 from mstar_server.errors import validation_fault
 from mstar_server.media.decoder import MODALITIES, Item, Media
@@ -36,12 +36,15 @@ __all__ = [
 ]
 
 
+_FILE_DATA = "Base64, or a data URL; in msgpack also the bytes."
+
+
 class FileBody(BaseModel):
-    """A file inside JSON."""
+    """A file inside JSON or msgpack."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    data: str = Field(description="Base64, or a data URL.")
+    data: Annotated[str | bytes, WithJsonSchema({"type": "string", "description": _FILE_DATA})]
     name: str = ""
     media_type: str = "application/octet-stream"
 
@@ -95,7 +98,7 @@ def body_schema() -> dict[str, Any]:
 
 
 def from_json(value: Any, options: ServerOptions) -> NativeRequest:
-    """A request from a decoded JSON object. Raises :class:`RequestError` that names the field at fault."""
+    """A request from a decoded JSON or msgpack object. Raises :class:`RequestError` that names the field at fault."""
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     stray = next((unknown_field(name) for name in value if name not in GenerateBody.model_fields), None)
@@ -104,7 +107,7 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
         body = GenerateBody.model_validate(known)
     except ValidationError as error:
         raise validation_fault(error.errors(include_url=False), value) from None
-    _check_kwargs_size(len(json.dumps(body.model_kwargs)), options)
+    _check_kwargs_size(len(_as_json(body.model_kwargs)), options)
     uploads = tuple(_json_upload(file, f"files[{i}]") for i, file in enumerate(body.files))
     return _checked(
         NativeRequest(
@@ -115,7 +118,17 @@ def from_json(value: Any, options: ServerOptions) -> NativeRequest:
     )  # fmt: skip
 
 
+def _as_json(model_kwargs: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(model_kwargs)
+    except (TypeError, RecursionError):  # msgpack can say more than JSON
+        message = "'model_kwargs' must hold numbers, strings, booleans, lists and objects only"
+        raise RequestError(message, param="model_kwargs") from None
+
+
 def _json_upload(file: FileBody, param: str) -> Upload:
+    if isinstance(file.data, bytes):
+        return Upload(file.data, file.name, file.media_type, param)
     if file.data.startswith("data:"):
         media_type, data = split_data_url(file.data, f"{param}.data")
         return Upload(data, file.name, media_type or file.media_type, param)
@@ -217,10 +230,7 @@ def make_task(request: NativeRequest, spec: ModelSpec, live: Sequence[str] = ())
     """The task for *spec*'s model, without its files: :func:`with_files` adds them when all else is right."""
     if request.stray is not None:
         raise _misplaced(request.stray, spec)
-    for word in request.output_modalities:
-        if word not in spec.outputs:
-            message = f"the model {spec.key!r} does not make {word!r}{nearest(word, spec.outputs)}"
-            raise RequestError(message, param="output_modalities", code="unsupported_modality")
+    check_wanted(spec, request.output_modalities, "output_modalities")
     knobs = validate_knobs(spec.knobs, dict(request.model_kwargs), where="model_kwargs.")
     return GenerateTask(
         knobs=knobs,

@@ -1,7 +1,8 @@
 """The native answer: one JSON object, or one object per delta.
 
-Audio is signed 16-bit: a WAV file when whole, bare PCM (``pcm_s16le``) in deltas. Images are PNG files. A video is its
-frames as PNG files with their rate. Arrays are nested lists with dtype and shape; a number that is not finite is null.
+In JSON audio is signed 16-bit: a WAV file when whole, bare PCM (``pcm_s16le``) in deltas. Images are PNG files. A video
+is its frames as PNG files with their rate. Arrays are nested lists with dtype and shape; a number that is not finite is
+null. In msgpack all of them are arrays: dtype, shape and the bytes, as the model made them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mstar.spec.errors import RequestError
 from mstar.spec.processor import (
     ArrayDelta,
     AudioDelta,
@@ -23,37 +25,68 @@ from mstar.spec.processor import (
     SegmentDelta,
     TextDelta,
     ToolCallDelta,
+    modality,
 )
-from mstar_server.media.encode.audio import channels, pcm16, wav
+from mstar.spec.sound import channels, pcm16, wav
+from mstar_server.errors import error_object
 from mstar_server.media.encode.images import base64_text, png
 from mstar_server.protocols import Answer
 
-__all__ = ["delta_object", "done_object", "is_heavy", "whole_object"]
+__all__ = ["delta_arrays", "delta_object", "done_object", "error_event", "is_heavy", "whole_object"]
+
+_HEAVY_NUMBERS = 1 << 15
 
 
 def is_heavy(delta: Delta) -> bool:
-    """Encoding *delta* takes milliseconds: do it in a thread."""
+    """Encoding *delta* in JSON takes milliseconds: do it in a thread."""
+    if isinstance(delta, ArrayDelta):
+        return bool(delta.data.size > _HEAVY_NUMBERS)
     return isinstance(delta, FramesDelta) or (isinstance(delta, ProgressDelta) and delta.preview is not None)
 
 
 def delta_object(delta: Delta, index: int) -> dict[str, Any]:
-    """One delta; *index* counts those of its stream."""
-    head = {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
-    if isinstance(delta, TextDelta | ReasoningDelta):
-        return {**head, "text": delta.text}
-    if isinstance(delta, ToolCallDelta):
-        return {**head, "call": delta.index, "name": delta.name, "arguments": delta.arguments}
+    """One delta in JSON; *index* counts those of its stream."""
+    head = _head(delta, index)
     if isinstance(delta, AudioDelta):
         facts = {"encoding": "pcm_s16le", "rate": delta.rate, "channels": channels(delta.samples)}
         return {**head, **facts, "data": base64_text(pcm16(delta.samples))}
     if isinstance(delta, FramesDelta):
         return {**head, "encoding": "png", **_frames(delta.frames, delta.fps)}
-    if isinstance(delta, SegmentDelta):
-        return {**head, **_segment(delta)}
     if isinstance(delta, ProgressDelta):
         preview = {} if delta.preview is None else {"preview": base64_text(png(delta.preview))}
         return {**head, "step": delta.step, "total": delta.total, **preview}
-    return {**head, **_array(delta.data)}
+    if isinstance(delta, ArrayDelta):
+        return {**head, **_array(delta.data)}
+    return {**head, **_words(delta)}
+
+
+def delta_arrays(delta: Delta, index: int) -> dict[str, Any]:
+    """One delta in msgpack: audio is float32, frames are uint8 ``[n, H, W, 3]``, nothing is encoded."""
+    head = _head(delta, index)
+    if isinstance(delta, AudioDelta):
+        return {**head, "rate": delta.rate, **_raw(np.asarray(delta.samples, np.float32))}
+    if isinstance(delta, FramesDelta):
+        rate = {} if delta.fps is None else {"fps": delta.fps}
+        return {**head, **rate, **_raw(np.asarray(delta.frames, np.uint8))}
+    if isinstance(delta, ProgressDelta):
+        preview = {} if delta.preview is None else {"preview": _raw(np.asarray(delta.preview, np.uint8))}
+        return {**head, "step": delta.step, "total": delta.total, **preview}
+    if isinstance(delta, ArrayDelta):
+        return {**head, **_raw(delta.data)}
+    return {**head, **_words(delta)}
+
+
+def _words(delta: TextDelta | ReasoningDelta | ToolCallDelta | SegmentDelta) -> dict[str, Any]:
+    if isinstance(delta, ToolCallDelta):
+        return {"call": delta.index, "name": delta.name, "arguments": delta.arguments}
+    return _segment(delta) if isinstance(delta, SegmentDelta) else {"text": delta.text}
+
+
+def error_event(error: RequestError) -> dict[str, Any]:
+    """*error* where no status line can be sent any more, with the status that it would have had."""
+    retry_after = getattr(error, "retry_after", None)
+    later = {} if retry_after is None else {"retry_after": retry_after}
+    return {"type": "error", "status": error.status, **later, **error_object(error)}
 
 
 def done_object(answer: Answer, reason: str | None = None) -> dict[str, Any]:
@@ -87,22 +120,8 @@ def whole_object(answer: Answer, deltas: Iterable[Delta]) -> dict[str, Any]:
     }
 
 
-def modality(delta: Delta) -> str:
-    if isinstance(delta, TextDelta):
-        return "text"
-    if isinstance(delta, ReasoningDelta):
-        return "reasoning"
-    if isinstance(delta, ToolCallDelta):
-        return "tool_call"
-    if isinstance(delta, AudioDelta):
-        return "audio"
-    if isinstance(delta, ArrayDelta):
-        return delta.modality
-    if isinstance(delta, SegmentDelta):
-        return "segment"
-    if isinstance(delta, ProgressDelta):
-        return "progress"
-    return "image" if delta.fps is None else "video"
+def _head(delta: Delta, index: int) -> dict[str, Any]:
+    return {"type": "delta", "modality": modality(delta), "stream": delta.stream, "index": index}
 
 
 def _joined(kind: str, parts: list[Any]) -> list[dict[str, Any]]:
@@ -142,3 +161,8 @@ def _frames(frames: Any, fps: float | None) -> dict[str, Any]:
 
 def _array(data: Any) -> dict[str, Any]:
     return {"dtype": str(data.dtype), "shape": list(data.shape), "data": data.tolist()}
+
+
+def _raw(data: Any) -> dict[str, Any]:
+    little = data.astype(data.dtype.newbyteorder("<"), copy=False)
+    return {"dtype": data.dtype.name, "shape": list(data.shape), "data": little.tobytes()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +11,10 @@ import numpy as np
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.tasks import Text
 from mstar_server.media.values import array_from
-from mstar_server.native.request import GenerateBody, NativeRequest, from_json, is_name, unknown_field
+from mstar_server.native.request import GenerateBody, NativeRequest, from_json, unknown_field
 from mstar_server.options import ServerOptions
 
-__all__ = ["Append", "Follow", "Opening", "parse_follow", "parse_message", "parse_opening"]
+__all__ = ["Append", "Follow", "Opening", "parse_follow", "parse_opening"]
 
 _FOLLOW = ("id", "append", "end_input", "cancel")
 _OPENING = (*(name for name in GenerateBody.model_fields if name != "streaming"), "live", *_FOLLOW[:-1])
@@ -48,19 +47,6 @@ class Opening:
     follow: Follow
 
 
-def parse_message(text: str) -> dict[str, Any]:
-    """The JSON object in a text frame."""
-    try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the message is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(message, dict):
-        raise RequestError("the message must be a JSON object", code="invalid_json")
-    if not is_name(message.get("id", "")):
-        raise RequestError("'id' must be a string of at most 256 characters", param="id")
-    return message
-
-
 def parse_opening(message: Mapping[str, Any], options: ServerOptions) -> Opening:
     stray = next((unknown_field(name, _OPENING) for name in message if name not in _OPENING), None)
     body = {name: value for name, value in message.items() if name in GenerateBody.model_fields and name in _OPENING}
@@ -84,7 +70,7 @@ def parse_follow(message: Mapping[str, Any]) -> Follow:
 
 
 def _append(stream: str, value: Any) -> Append:
-    """A list of numbers (float32), a string of text, or ``{"data": base64 or list, "dtype", "shape"}``."""
+    """A list of numbers (float32), a string of text, or ``{"data": base64, bytes or list, "dtype", "shape"}``."""
     param = f"append.{stream}"
     if isinstance(value, str):
         return Append(stream, Text(value))
@@ -99,9 +85,23 @@ def _append(stream: str, value: Any) -> Append:
         raise RequestError(f"'{param}.dtype': unknown{nearest(str(dtype), _DTYPES)}", param=f"{param}.dtype")
     if shape is not None and not (isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)):
         raise RequestError(f"'{param}.shape' must be a list of sizes", param=f"{param}.shape")
-    if not isinstance(value["data"], str | list):
-        raise RequestError(f"'{param}.data' must be base64 or a list", param=f"{param}.data")
-    return Append(stream, array_from(value["data"], np.dtype(dtype), None if shape is None else tuple(shape), param))
+    data, sizes = value["data"], None if shape is None else tuple(shape)
+    if isinstance(data, bytes):
+        return Append(stream, _from_bytes(data, np.dtype(dtype), sizes, param))
+    if not isinstance(data, str | list):
+        raise RequestError(f"'{param}.data' must be base64, a list or, in msgpack, bytes", param=f"{param}.data")
+    return Append(stream, array_from(data, np.dtype(dtype), sizes, param))
+
+
+def _from_bytes(
+    data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...] | None, param: str
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """An array of its own from little-endian bytes."""
+    try:
+        array = np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)
+        return array if shape is None else array.reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"{param!r}: {error}", param=param) from None
 
 
 def _known(message: Mapping[str, Any], names: Sequence[str], where: str = "") -> None:

@@ -8,9 +8,11 @@ Reference: OpenAI's API reference of chat completions and the request types of i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic_core import PydanticCustomError
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
@@ -20,7 +22,19 @@ __all__ = ["ChatMessage", "ChatRequest", "ContentPart"]
 
 
 class _Body(BaseModel):
+    """An object inside the body. It has no fields but its own."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_field(cls, value: Any) -> Any:
+        """As ``extra="forbid"``, which the schema shows, but with the nearest field in the error."""
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in cls.model_fields:
+                known = nearest(str(name), cls.model_fields)
+                raise PydanticCustomError("extra_forbidden", "unknown", {"field": str(name), "nearest": known})
+        return value
 
 
 class ContentPart(_Body):
@@ -38,10 +52,8 @@ class ContentPart(_Body):
     cache_control: Any = Field(None, description="Accepted and ignored.")
 
 
-class ChatMessage(BaseModel):
-    """One turn. Fields that answers carry beside these (``annotations``, ``audio``…) are accepted when sent back."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
+class ChatMessage(_Body):
+    """One turn. What answers carry, of OpenAI's or of other servers and clients, is accepted when it is sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -51,6 +63,13 @@ class ChatMessage(BaseModel):
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+
+    annotations: Any = Field(None, description="Accepted and ignored.")
+    audio: Any = Field(None, description="Accepted and ignored.")
+    function_call: Any = Field(None, description="Accepted and ignored.")
+    parsed: Any = Field(None, description="Accepted and ignored.")
+    provider_specific_fields: Any = Field(None, description="Accepted and ignored.")
+    reasoning_details: Any = Field(None, description="Accepted and ignored.")
 
 
 class ChatRequest(TextRequest):

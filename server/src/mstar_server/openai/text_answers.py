@@ -18,7 +18,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Processor, TextDelta
 from mstar.spec.tasks import Task
-from mstar_server.answers import Merged, begin, cancel, start, unless_gone
+from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.protocols import Answer, Service
 from mstar_server.sse import DONE, EventStream, data_event
@@ -89,8 +89,8 @@ async def respond(
     state: ServerState = request.app.state.mstar
     _check_room(service, len(tasks), samples_param)
     if chunks is None:
-        return await unless_gone(request, _whole(service, tasks, head, samples, whole))
-    merged = await unless_gone(request, begin(service, tasks, head.id, state.options.keepalive_s, samples))
+        return await _whole(service, tasks, head, samples, whole)
+    merged = await begin(service, tasks, head.id, state.options.keepalive_s, samples)
     return EventStream(stream(merged, chunks, state.options.keepalive_s), "text/event-stream", merged.close)
 
 

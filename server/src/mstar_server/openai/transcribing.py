@@ -10,7 +10,7 @@ from typing import Any
 from mstar.processing.speech.transcript import Segment, TranscriptBuilder
 from mstar.runtime.family import family_code
 from mstar.spec.errors import TooBusy
-from mstar.spec.processor import SegmentDelta, TextDelta
+from mstar.spec.processor import Processor, SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import TranscriptionTask
 from mstar_server.answers import QUEUED_DELTAS, cancel, start
@@ -43,9 +43,9 @@ class WindowRun:
     :ivar prompt_tokens: and *completion_tokens*: of the windows that have ended.
     """
 
-    def __init__(self, service: Service, tasks: Sequence[TranscriptionTask], request_id: str):
+    def __init__(self, service: Service, processor: Processor, tasks: Sequence[TranscriptionTask], request_id: str):
         most = service.limits.get("max_concurrent_requests") or AT_ONCE
-        self._service, self._id = service, request_id
+        self._service, self._processor, self._id = service, processor, request_id
         self._turns = asyncio.Semaphore(max(1, min(AT_ONCE, most)))
         self._queues = [asyncio.Queue[Any](QUEUED_DELTAS) for _ in tasks]
         self._running: set[Answer] = set()
@@ -107,9 +107,9 @@ class WindowRun:
             await put(None)
 
     async def _rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
-        spec, processor = self._service.spec, self._service.processor
+        spec = self._service.spec
         with family_code(f"{spec.key!r} could not find the rest of a window", spec.processor):
-            return await asyncio.to_thread(processor.rest, task, heard_s)
+            return await asyncio.to_thread(self._processor.rest, task, heard_s)
 
     async def _hear(self, number: int, task: TranscriptionTask, name: str) -> float | None:
         """Pass on what is said in *task*'s window; up to where, in seconds from its start, if its segments tell."""

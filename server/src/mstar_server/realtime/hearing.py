@@ -30,13 +30,13 @@ async def write_down(state: ServerState, service: Service, wish: Transcribing, i
     audio = next(content.audio for content in item.content if content.audio is not None)
     run: WindowRun | None = None
     try:
-        adapter, processor = state.adapter("transcription", service), service.processor
+        adapter, processor = state.adapter("transcription", service), await state.processor(service)
         body = TranscriptionRequest(model=service.spec.key, language=wish.language, prompt=wish.prompt)
         with family_code(f"{service.spec.key!r} could not read a turn", type(adapter).__module__):
             (task,) = adapter.tasks(body, {"file": audio}, translate=False)
         with family_code(f"{service.spec.key!r} could not cut a turn", service.spec.processor):
             windows = list(await asyncio.to_thread(processor.windows, task))
-        run, builder = WindowRun(service, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
+        run, builder = WindowRun(service, processor, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
         async for said in heard(run, builder):
             if said is not None and said[0]:
                 await say(_delta(item, said[0]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from mstar.spec.knobs import Knobs, validate_knobs
 from mstar.spec.tasks import Audio, ChatTask, Task, TranscriptionTask
 from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_object
+from mstar_server.exchange import current
 from mstar_server.protocols import Answer, Service
 from mstar_server.realtime.conversation import Content, Conversation, Item, read_item
 from mstar_server.realtime.events import new_id
@@ -29,6 +32,20 @@ MOST_TRANSCRIPTIONS = 8
 
 STREAM = "audio"
 """The live stream that a client's audio goes to."""
+
+
+Ask = Callable[[], Awaitable[list[Answer]]]
+"""Starts the request whose answer is told."""
+
+
+def _opened() -> asyncio.Future[Answer]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _apart() -> AbstractContextManager[Any]:
+    """Each response and each transcription counts, takes its time and can be cancelled by itself."""
+    outer = current()
+    return nullcontext() if outer is None else outer.child()
 
 
 class _Live:
@@ -84,16 +101,29 @@ class Running:
                 knobs=validate_knobs(service.spec.knobs, {}), want=("text",), live=(STREAM,), audio=None,
                 language=wish.language, prompt=wish.prompt,
             )  # fmt: skip
-            (answer,) = await start(service, [task], new_id("trsc"))
-            item = Item("message", item_id, "user", [Content("input_audio")])
-            self._live = _Live(answer, item)
-            self._write(item, listen(answer, item, self.say), [answer])
+            item, opened = Item("message", item_id, "user", [Content("input_audio")]), _opened()
+            self._write(item, self._listen(service, task, item, opened))
+            self._live = _Live(await opened, item)
             return
         await self.interrupt("turn_detected")
         task = self._chat(settings, self.conversation, service, (STREAM,))
-        (answer,) = await start(service, [task], new_id("rt"))
-        self._live = _Live(answer, Item("message", item_id, "user"))
-        await self._begin(Reply(settings, self.say, self.conversation, None, self._conversation_id), [answer])
+        opened = _opened()
+        reply = Reply(settings, self.say, self.conversation, None, self._conversation_id)
+        await self._begin(reply, lambda: start(service, [task], new_id("rt")), opened)
+        self._live = _Live(await opened, Item("message", item_id, "user"))
+
+    async def _listen(self, service: Service, task: Task, item: Item, opened: asyncio.Future[Answer]) -> None:
+        answers: list[Answer] = []
+        try:
+            answers += await start(service, [task], new_id("trsc"))
+        except Exception as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(answers[0])
+        try:
+            await listen(answers[0], item, self.say)
+        finally:
+            cancel(answers)
 
     async def heard(self, item: Item, settings: SessionSettings) -> None:
         """*item*, a turn of the client's, is complete: end what hears it live, or have it written down."""
@@ -108,15 +138,14 @@ class Running:
             return
         while len(self._writing) >= MOST_TRANSCRIPTIONS:
             await asyncio.wait(self._writing.values(), return_when=asyncio.FIRST_COMPLETED)
-        work = write_down(self.state, writer, settings.transcription or Transcribing(), item, self.say)
-        self._write(item, work, [])
+        self._write(item, write_down(self.state, writer, settings.transcription or Transcribing(), item, self.say))
 
-    def _write(self, item: Item, work: Any, answers: list[Answer]) -> None:
+    def _write(self, item: Item, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
             try:
-                await work
+                with _apart():
+                    await work
             finally:
-                cancel(answers)
                 del self._writing[item.id]
                 if not self.model.hears:  # the words are enough from now on
                     for content in item.content:
@@ -152,7 +181,7 @@ class Running:
         )
         # what is validated later, by the processor, fails the response
         self._chat(settings, shown, service)
-        await self._begin(reply, None, shown)
+        await self._begin(reply, lambda: self._asked(settings, shown))
 
     def _given(self, value: Any, settings: SessionSettings) -> Conversation:
         """The items that a response is to see instead of the conversation."""
@@ -166,20 +195,31 @@ class Running:
                 found.add(read_item(entry, settings.input_format))
         return found
 
-    async def _begin(self, reply: Reply, answers: list[Answer] | None, shown: Conversation | None = None) -> None:
+    async def _begin(self, reply: Reply, ask: Ask, opened: asyncio.Future[Answer] | None = None) -> None:
+        """Tell *reply*. :param opened: gets the answer as soon as it runs, or why it does not."""
         self._reply, self._why = reply, ""
-        self._reply_task = asyncio.create_task(self._tell(reply, answers, shown))
+        self._reply_task = asyncio.create_task(self._tell_apart(reply, ask, opened))
         await asyncio.sleep(0)  # a task that is cancelled before it began would never say so
 
-    async def _tell(self, reply: Reply, answers: list[Answer] | None, shown: Conversation | None) -> None:
+    async def _tell_apart(self, reply: Reply, ask: Ask, opened: asyncio.Future[Answer] | None) -> None:
+        with _apart():
+            try:
+                await self._tell(reply, ask, opened)
+            finally:
+                if opened is not None and not opened.done():
+                    opened.set_exception(RequestError("the response has ended", code="request_ended", status=409))
+
+    async def _tell(self, reply: Reply, ask: Ask, opened: asyncio.Future[Answer] | None) -> None:
         """From ``response.created`` to ``response.done``."""
-        found: list[Answer] = answers or []
-        status, details = "completed", None
+        found: list[Answer] = []
+        status: str = "completed"
+        details: dict[str, Any] | None = None
         try:
             await reply.begin()
-            if not found:
-                found = await self._asked(reply.settings, shown or self.conversation)
+            found += await ask()
             (answer,) = found
+            if opened is not None:
+                opened.set_result(answer)
             await reply.follow(answer)
             if answer.finish_reason == "length":
                 status, details = "incomplete", {"reason": "max_output_tokens"}

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar.runtime.family import family_code
-from mstar_server.answers import unless_gone
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import ChatChunks, chat_completion
@@ -26,9 +25,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
-        tasks = await unless_gone(request, chat_tasks(adapter, body, service.spec, state.media))
+        tasks = await chat_tasks(adapter, body, service.spec, state.media)
     head = Head.of(service, "chatcmpl")
-    token_bytes = token_bytes_of(service.processor) if body.logprobs else None
+    token_bytes = token_bytes_of(await state.processor(service)) if body.logprobs else None
     usage = bool(body.stream_options and body.stream_options.include_usage)
     return await respond(
         request,

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
-from mstar_server.answers import Merged, begin, cancel, start, unless_gone
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.answers import Merged, begin, cancel, start
+from mstar_server.errors import as_request_error
 from mstar_server.media.uploads import open_form
 from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task, with_files
-from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
+from mstar_server.native.response import delta_object, done_object, error_event, is_heavy, whole_object
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, json_line
@@ -55,11 +55,11 @@ async def generate(request: Request) -> Response:
     service = state.ready(native.model, "generate")
     task = make_task(native, service.spec)
     if native.uploads:
-        task = await unless_gone(request, with_files(task, native, service.spec, state.media))
+        task = await with_files(task, native, service.spec, state.media)
     request_id = f"gen-{uuid.uuid4().hex}"
     if not native.streaming:
-        return await unless_gone(request, _whole(service, task, request_id))
-    merged = await unless_gone(request, begin(service, [task], request_id, state.options.keepalive_s))
+        return await _whole(service, task, request_id)
+    merged = await begin(service, [task], request_id, state.options.keepalive_s)
     return EventStream(_lines(merged, state.options.keepalive_s), "application/x-ndjson", merged.close)
 
 
@@ -111,4 +111,4 @@ async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, No
                     lines.append(json_line(delta_object(delta, index)))
             yield b"".join(lines)
     except Exception as error:  # the status line is out: the error becomes the last line
-        yield json_line({"type": "error", **error_object(as_request_error(error))})
+        yield json_line(error_event(as_request_error(error)))

@@ -1,4 +1,7 @@
-"""``/health/live``, ``/health/ready`` and ``/health``: three questions, three answers. None of them needs a key."""
+"""``/health/live``, ``/health/ready`` and ``/health``: three questions, three answers. None of them needs a key.
+
+Models that are loaded on demand are listed, and do not count: the server is ready without them.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,13 @@ async def live() -> dict[str, str]:
 async def ready(request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     phases = {key: _phase(service) for key, service in state.services.items()}
-    if not state.draining and all(phase["phase"] == "ready" for phase in phases.values()):
+    counting = {key: phases[key] for key in state.resident}
+    if not state.draining and all(phase["phase"] == "ready" for phase in counting.values()):
         return JSONResponse({"status": "ready", "models": phases})
-    waiting = ", ".join(f"{key}: {phase['phase']}" for key, phase in phases.items() if phase["phase"] != "ready")
+    waiting = ", ".join(f"{key}: {phase['phase']}" for key, phase in counting.items() if phase["phase"] != "ready")
     error = NotReady("the server is shutting down" if state.draining else f"not ready ({waiting})", retry_after=1.0)
     response = error_response(error)
-    failed = any(phase["phase"] == "failed" for phase in phases.values())
+    failed = any(phase["phase"] == "failed" for phase in counting.values())
     status = "draining" if state.draining else "failed" if failed else "starting"
     body = {"status": status, "models": phases, **error_object(error)}
     return JSONResponse(body, 503, {"Retry-After": response.headers["Retry-After"]})
@@ -46,7 +50,7 @@ async def health(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
     reports = await asyncio.gather(*(_report(service) for service in state.services.values()))
     models = dict(zip(state.services, reports, strict=True))
-    ready = not state.draining and all(report["phase"] == "ready" for report in reports)
+    ready = not state.draining and all(models[key]["phase"] == "ready" for key in state.resident)
     return {"status": "draining" if state.draining else "ready" if ready else "not ready", "models": models}
 
 

@@ -1,4 +1,4 @@
-"""``GET /v1/models`` and ``GET /v1/models/{id}``."""
+"""``GET /v1/models`` and ``GET /v1/models/{id}``; loading and unloading those that are loaded on demand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
+from mstar_server.on_demand import OnDemand, model_state
 from mstar_server.protocols import Service
 from mstar_server.state import ROUTES, ServerState
 
@@ -27,11 +29,34 @@ async def get_model(model: str, request: Request) -> dict[str, Any]:
     return _describe(state.find(model), state)
 
 
+@router.post("/v1/models/{model:path}/load", summary="Load a model now; waits as a request would")
+async def load_model(model: str, request: Request) -> dict[str, Any]:
+    state: ServerState = request.app.state.mstar
+    service = state.find(model)
+    if isinstance(service, OnDemand):
+        await service.load(force=True)
+    return _describe(service, state)
+
+
+@router.post("/v1/models/{model:path}/unload", summary="Unload a model that nobody uses")
+async def unload_model(model: str, request: Request) -> dict[str, Any]:
+    state: ServerState = request.app.state.mstar
+    service = state.find(model)
+    if not isinstance(service, OnDemand):
+        message = (
+            f"the model {service.spec.key!r} is always loaded; `mstar serve --on-demand KEY` serves one that is not"
+        )
+        raise RequestError(message, param="model", code="always_loaded", status=409)
+    await service.unload()
+    return _describe(service, state)
+
+
 def _describe(service: Service, state: ServerState) -> dict[str, Any]:
     spec = service.spec
     return {
         "id": spec.key,
         "object": "model",
+        "state": model_state(service),
         "created": state.created,
         "owned_by": spec.family,
         "summary": spec.summary,

@@ -15,7 +15,7 @@ from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import Task
-from mstar_server.answers import Merged, begin, unless_gone
+from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error
 from mstar_server.media.decoder import Media
 from mstar_server.openai.chat_media import chat_tasks
@@ -45,14 +45,14 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     translation = translate(body, history)
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a response's input", type(adapter).__module__):
-        tasks = await unless_gone(request, _tasks(adapter, translation, service.spec, state.media))
-    token_bytes = token_bytes_of(service.processor) if translation.chat.logprobs else None
+        tasks = await _tasks(adapter, translation, service.spec, state.media)
+    token_bytes = token_bytes_of(await state.processor(service)) if translation.chat.logprobs else None
     turn = Turn(body, service.spec.key, Items(token_bytes), state.responses, tenant)
     try:
         if not body.stream:
-            return await unless_gone(request, _whole(service, tasks, turn))
+            return await _whole(service, tasks, turn)
         keepalive_s = state.options.keepalive_s
-        merged = await unless_gone(request, begin(service, tasks, turn.id, keepalive_s))
+        merged = await begin(service, tasks, turn.id, keepalive_s)
     except RequestError as error:
         raise translation.blame(error) from None
     return EventStream(_stream(merged, turn, keepalive_s), "text/event-stream", merged.close)

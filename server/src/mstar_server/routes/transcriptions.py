@@ -13,7 +13,6 @@ from mstar.processing.speech.transcript import Transcript, TranscriptBuilder
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import Audio, TranscriptionTask
-from mstar_server.answers import unless_gone
 from mstar_server.media.decoder import Item
 from mstar_server.media.source import Source
 from mstar_server.media.uploads import open_form, upload_source
@@ -63,26 +62,26 @@ async def _answer(request: Request, cls: type[TranslationRequest], ability: str)
     body, source = await _read(request, cls, state)
     service = state.ready(body.model, ability)
     adapter = state.adapter(ability, service)
-    (audio,) = await unless_gone(request, state.media.decode([Item("audio", source, "file")]))
+    (audio,) = await state.media.decode([Item("audio", source, "file")])
     assert isinstance(audio, Audio)
-    processor, translate = service.processor, ability == "translation"
+    processor, translate = await state.processor(service), ability == "translation"
     with family_code(f"{service.spec.key!r} could not read a clip", type(adapter).__module__):
         (task,) = adapter.tasks(body, {"file": audio}, translate=translate)
     spell = None if task.logprobs is None else token_bytes_of(processor)
     with family_code(f"{service.spec.key!r} could not cut a clip", service.spec.processor):
         windows: list[TranscriptionTask] = list(await asyncio.to_thread(processor.windows, task))
     builder = TranscriptBuilder(len(audio.samples) / audio.rate)
-    run = WindowRun(service, windows, f"trsc-{uuid.uuid4().hex}")
+    run = WindowRun(service, processor, windows, f"trsc-{uuid.uuid4().hex}")
     if body.streamed:
         silence_s = state.options.keepalive_s
         try:
-            await unless_gone(request, run.begin(silence_s))
+            await run.begin(silence_s)
         except BaseException:
             run.close()
             raise
         said = events(run, builder, silence_s, segments="segment" in task.timestamps, spell=spell)
         return EventStream(said, "text/event-stream", run.close)
-    transcript = await unless_gone(request, _heard(run, builder, body.language))
+    transcript = await _heard(run, builder, body.language)
     kind = "translate" if translate else "transcribe"
     return whole(transcript, body.response_format, task=kind, timestamps=task.timestamps, spell=spell)
 

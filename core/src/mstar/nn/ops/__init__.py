@@ -23,12 +23,15 @@ from mstar.nn.ops import reference
 from mstar.nn.ops.reference import HeadNorms
 
 __all__ = [
+    "Edit",
     "HeadNorms",
     "Sample",
     "add_linear",
     "add_rms_norm",
     "cpu_kernels_fault",
     "cuda_kernels_fault",
+    "deterministic_fault",
+    "fused_edit",
     "fused_sample",
     "linear",
     "norm_gate_up",
@@ -44,6 +47,9 @@ log = logging.getLogger(__name__)
 
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 """:func:`mstar.nn.ops.cuda_sampling.sample`."""
+
+Edit = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+""":func:`mstar.nn.sampling.edit`."""
 
 
 @cache
@@ -77,6 +83,7 @@ def cuda_kernels_fault() -> str | None:
     """Why the Triton kernels cannot be used, or ``None``. They are compiled at their first use, once a machine."""
     try:
         import mstar.nn.ops.cuda
+        import mstar.nn.ops.cuda_invariant
         import mstar.nn.ops.cuda_linear
         import mstar.nn.ops.cuda_sampling  # noqa: F401
     except ImportError as error:
@@ -96,6 +103,8 @@ def _on_cuda() -> ModuleType:
 
 
 def _ops(x: Tensor) -> ModuleType:
+    if torch.compiler.is_compiling():
+        return reference  # which the compiler fuses; it cannot look into the others
     if x.is_cpu:
         return _on_cpu() if x.dtype is not torch.float16 else reference
     return _on_cuda() if x.is_cuda else reference
@@ -103,43 +112,75 @@ def _ops(x: Tensor) -> ModuleType:
 
 def _linear(x: Tensor) -> ModuleType | None:
     """The kernels for linear layers of few rows, if *x* is where they run."""
-    if not x.is_cuda or cuda_kernels_fault() is not None:
+    if not x.is_cuda or torch.compiler.is_compiling() or cuda_kernels_fault() is not None:
         return None
     from mstar.nn.ops import cuda_linear
 
     return cuda_linear
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` ``[..., N]`` of *x* ``[..., K]`` and *weight* ``[N, K]``."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> Tensor:
+    """``x @ weight.T + bias`` ``[..., N]`` of *x* ``[..., K]`` and *weight* ``[N, K]``.
+
+    :param deterministic: also of the functions below: a row's numbers do not depend on how many rows there are. On CUDA
+        only with weights of :func:`deterministic_fault`; elsewhere the same operation as ever.
+    """
     kernels = _linear(x)
+    if deterministic and x.is_cuda:
+        return _deterministic_linear(kernels, x, weight, bias)
     out: Tensor | None = None if kernels is None else kernels.linear(x, weight, bias)
     return F.linear(x, weight, bias) if out is None else out
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _deterministic_linear(kernels: ModuleType | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1 or rows.stride(0) % 8:
+        rows = rows.contiguous()
+    if not rows.shape[0]:
+        return F.linear(x, weight, bias)
+    out: Tensor | None = None if kernels is None else kernels.linear(rows, weight, bias, True)
+    if out is None:
+        raise RuntimeError(f"no deterministic product of {x.dtype} with a {weight.dtype} weight of {weight.shape}")
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def deterministic_fault(weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why no deterministic product with *weight* ``[N, K]`` can be had on CUDA, or ``None``."""
+    fault = cuda_kernels_fault()
+    if fault is not None:
+        return fault
+    from mstar.nn.ops import cuda_linear
+
+    return cuda_linear.refuses(weight, bias)
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> bool:
     """Add ``x @ weight.T + bias`` to *residual* ``[M, N]`` in place, if one kernel does it here.
 
     :returns: whether it did; otherwise nothing was done.
     """
     kernels = _linear(x)
-    return kernels is not None and kernels.add_linear(residual, x, weight, bias)
+    return kernels is not None and kernels.add_linear(residual, x, weight, bias, deterministic)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
+) -> Tensor | None:
     """``linear(rms_norm(x))`` ``[M, N]`` in one kernel, or ``None`` where there is none for these tensors.
 
     :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``.
     """
     kernels = _linear(x)
-    return None if kernels is None else kernels.norm_linear(x, norm, eps, weight, bias)
+    return None if kernels is None else kernels.norm_linear(x, norm, eps, weight, bias, deterministic)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def norm_gate_up(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
+) -> Tensor | None:
     """``silu_mul(linear(rms_norm(x)))`` ``[M, N / 2]``, otherwise as :func:`norm_linear`. *weight*: all gates, then all
     ups."""
     kernels = _linear(x)
-    return None if kernels is None else kernels.norm_gate_up(x, norm, eps, weight, bias)
+    return None if kernels is None else kernels.norm_gate_up(x, norm, eps, weight, bias, deterministic)
 
 
 def fused_sample(device: torch.device) -> Sample | None:
@@ -149,6 +190,15 @@ def fused_sample(device: torch.device) -> Sample | None:
     from mstar.nn.ops import cuda_sampling
 
     return cuda_sampling.sample
+
+
+def fused_edit(device: torch.device) -> Edit | None:
+    """Masks and penalties of logits on *device* in one kernel; ``None`` as for :func:`fused_sample`."""
+    if device.type != "cuda" or cuda_kernels_fault() is not None:
+        return None
+    from mstar.nn.ops import cuda_sampling
+
+    return cuda_sampling.edit
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -198,12 +198,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def splits_for(rows: int, kv_heads: int, device: torch.device, deterministic: bool = False) -> int:
-    """Among how many programs each row's context of a key head is divided.
-
-    :param deterministic: whatever *rows* is: then a row's result follows from the row alone.
-    """
-    splits, processors = MOST_SPLITS if deterministic else 1, _processors(device)
+def splits_for(rows: int, kv_heads: int, device: torch.device) -> int:
+    """Among how many programs each row's context of a key head is divided."""
+    splits, processors = 1, _processors(device)
     while splits < MOST_SPLITS and rows * kv_heads * splits < _FILLED * processors:
         splits *= 2
     return splits

@@ -12,7 +12,9 @@ divided by the root mean square of ``x``, which adds up on the way. A gated acti
 stream, is applied to the result before it is rounded, once.
 
 With one cut, a row's result depends neither on the other rows nor on their number. Cuts differ between classes of rows;
-:func:`set_deterministic` uses one cut for all.
+*deterministic* layers use one cut for any number of rows, so that a row has the same numbers in any batch, prompts
+included: tiles of one shape, whose input features are divided and added up in one order. cuBLAS chooses both by the
+number of rows. The price is paid by prompts, for which larger tiles would be faster.
 """
 
 from __future__ import annotations
@@ -25,19 +27,11 @@ from torch import Tensor, nn
 from mstar.nn.ops import cuda, pdl
 from mstar.nn.ops.cuda_linear_table import CLASSES, Cut, Key, config, default, row_class
 
-__all__ = ["add_linear", "linear", "norm_gate_up", "norm_linear", "set_deterministic"]
+__all__ = ["add_linear", "linear", "norm_gate_up", "norm_linear", "refuses"]
 
 _TYPES = (torch.bfloat16, torch.float16)
 NORMED = 16
 """Most rows with which every program computes the norm anew; with more a kernel of its own does it once."""
-
-_deterministic = False
-
-
-def set_deterministic(on: bool) -> None:
-    """Whether one cut serves any number of rows, so that a row has the same numbers in any batch, prompts included."""
-    global _deterministic
-    _deterministic = on
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -234,7 +228,16 @@ def _counters(device: torch.device) -> Tensor:
     return line
 
 
-def _cut(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> tuple[int, Cut] | None:
+def refuses(weight: Tensor, bias: Tensor | None) -> str | None:
+    """``None``, or why a deterministic layer cannot have this *weight* ``[N, K]``."""
+    if weight.dim() != 2 or type(weight) not in (Tensor, nn.Parameter) or not weight.is_contiguous():
+        return "its weight is not one plain matrix"
+    if weight.dtype not in _TYPES or (bias is not None and bias.dtype is not weight.dtype):
+        return f"there is no kernel for {weight.dtype}, only for bfloat16 and float16"
+    return f"{weight.shape[1]} input features are not a multiple of 16" if weight.shape[1] % 16 else None
+
+
+def _cut(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, deterministic: bool) -> tuple[int, Cut] | None:
     """Most rows of a program and the cut; ``None`` if the layer is not for these kernels."""
     if (
         x.dim() != 2
@@ -245,11 +248,13 @@ def _cut(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> tuple[i
         return None
     rows, k = x.shape
     n = weight.shape[0]
-    fits = weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 16 == 0 and k >= 128
-    if not fits or n < 128 or not rows or (bias is not None and bias.dtype is not x.dtype):
+    fits = weight.is_contiguous() and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 16 == 0
+    if not fits or not rows or (bias is not None and bias.dtype is not x.dtype):
         return None
-    if _deterministic:
+    if deterministic:
         return CLASSES[-1], default(Key(n, k, gated, CLASSES[-1]))
+    if k < 128 or n < 128:
+        return None
     most = row_class(rows)
     cut = None if most is None else config(Key(n, k, gated, most))
     return None if most is None or cut is None else (most, cut)
@@ -288,8 +293,8 @@ def _launch(
         )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    found = _cut(x, weight, bias, False)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> Tensor | None:
+    found = _cut(x, weight, bias, False, deterministic)
     if found is None:
         return None
     out = x.new_empty((x.shape[0], weight.shape[0]))
@@ -297,35 +302,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     return out
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    found = _cut(x, weight, bias, False)
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, deterministic: bool = False) -> bool:
+    found = _cut(x, weight, bias, False, deterministic)
     if found is None or residual.dtype is not x.dtype or residual.dim() != 2 or residual.stride(1) != 1:
         return False
     _launch(x, weight, None, 0.0, bias, residual, *found, gated=False, added=True)
     return True
 
 
-def _normed(x: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """What the kernel is to read and to scale by. float16 might not hold the stream times the norm's weight."""
-    within = x.dtype is torch.bfloat16 and (x.shape[0] <= NORMED or _deterministic)
+def _normed(x: Tensor, norm: Tensor, eps: float, deterministic: bool) -> tuple[Tensor, Tensor | None]:
+    """What the kernel is to read and to scale by. float16 might not hold the stream times the norm's weight. Many rows
+    are normed once, and so are all where they must be treated alike."""
+    within = x.dtype is torch.bfloat16 and x.shape[0] <= NORMED and not deterministic
     return (x, norm) if within else (cuda.add_rms_norm(x, None, norm, eps), None)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    found = _cut(x, weight, bias, False)
+def norm_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
+) -> Tensor | None:
+    found = _cut(x, weight, bias, False, deterministic)
     if found is None or norm.dtype is not x.dtype:
         return None
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    read, scale = _normed(x, norm, eps)
+    read, scale = _normed(x, norm, eps, deterministic)
     _launch(read, weight, scale, eps, bias, out, *found, gated=False, added=False)
     return out
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    found = _cut(x, weight, bias, True)
+def norm_gate_up(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
+) -> Tensor | None:
+    found = _cut(x, weight, bias, True, deterministic)
     if found is None or norm.dtype is not x.dtype:
         return None
     out = x.new_empty((x.shape[0], weight.shape[0] // 2))
-    read, scale = _normed(x, norm, eps)
+    read, scale = _normed(x, norm, eps, deterministic)
     _launch(read, weight, scale, eps, bias, out, *found, gated=True, added=False)
     return out

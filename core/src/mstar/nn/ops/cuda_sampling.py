@@ -15,6 +15,8 @@ and in any batch, and a captured graph holds nobody's parameters.
 3. :func:`_choose`: the best token of greedy rows; for the others the block and the token in it where the cumulative
    sum passes the uniform number.
 
+:func:`edit` changes logits before that, in a pass of its own that rows without edits leave at once.
+
 Sums within a block are float32, as the reference's are; across blocks float64. The draw itself runs over integers:
 shares of 2**52, whose sums are exact in any order, so that a token of weight 0 cannot be drawn by rounding.
 """
@@ -30,10 +32,12 @@ from torch import Tensor
 
 from mstar.nn.ops import pdl
 
-__all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "Summary", "apply_filters", "sample", "summarise"]
+__all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "Summary", "apply_filters", "edit", "sample", "summarise"]
 
 # The columns of the slots' parameters that are read.
 INVERSE_TEMPERATURE, TOP_P, MIN_P, GREEDY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(6)
+REPETITION, FREQUENCY, PRESENCE = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+_COUNT = tl.constexpr((1 << 30) - 1)  # the bits of a token's mark that count; see TokenHistories
 
 _BLOCK = 4096
 # Where these begin depends on the number of rows, which shall not make a variant of a kernel.
@@ -83,6 +87,34 @@ def _summarise(
     tl.store(tops + row * blocks + index, tl.where(wrong, float("nan"), top))
     tl.store(sums + row * blocks + index, tl.where(finite, tl.sum(weights, 0), 0.0))
     tl.store(places + row * blocks + index, index * block + place)
+
+
+@triton.jit(do_not_specialize_on_alignment=["which", "words", "slots", "floats", "histories"])
+def _edit(
+    scores, which, words, slots, floats, histories, marks,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    row = tl.program_id(0).to(tl.int64)
+    chosen, history = tl.load(which + row), tl.load(histories + row)
+    if (chosen == 0) & (history == 0):
+        return
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < vocab
+    x = tl.load(scores + row * stride + at, mask=inside, other=0.0)
+    if chosen != 0:
+        word = tl.load(words + (chosen - 1) * width + at // 32, mask=inside, other=0)
+        x = tl.where(((word >> (at % 32)) & 1) != 0, x, float("-inf"))
+    if history != 0:
+        line = floats + tl.load(slots + row) * columns
+        factor = tl.load(line + REPETITION)
+        frequency, presence = tl.load(line + FREQUENCY), tl.load(line + PRESENCE)
+        mark = tl.load(marks + history * vocab + at, mask=inside, other=0)
+        count = (mark & _COUNT).to(tl.float32)
+        x = tl.where(mark != 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+        x = x - frequency * count - tl.where(count > 0, presence, 0.0)
+    tl.store(scores + row * stride + at, x, mask=inside)
 
 
 @triton.jit
@@ -305,6 +337,21 @@ class Summary(NamedTuple):
     sizes: tuple[int, ...]
     lanes: int
     warps: int
+
+
+def edit(
+    scores: Tensor, which: Tensor, words: Tensor, slots: Tensor, floats: Tensor, histories: Tensor, marks: Tensor
+) -> None:
+    """:func:`mstar.nn.sampling.edit` in one kernel, of which a row without mask and penalties costs next to nothing."""
+    rows, vocab = scores.shape
+    if not rows:
+        return
+    block = min(max(triton.next_power_of_2(vocab), 16), _BLOCK)
+    _edit[(rows, -(-vocab // block))](
+        scores, which, words, slots, floats, histories, marks,
+        floats.stride(0), scores.stride(0), vocab, words.shape[1], block, pdl.enabled(),
+        num_warps=min(max(block // 512, 1), 8), **pdl.options(),
+    )  # fmt: skip
 
 
 def summarise(logits: Tensor, slots: Tensor, floats: Tensor) -> Summary:

@@ -36,6 +36,7 @@ class AttentionNeed:
     :param mode: ``kv`` (attention over a :class:`KVMemory`) or ``ragged`` (within the rows of a step).
     :param page_size: tokens per page of the tables (1 for rings). :param windows: the sliding windows in use.
     :param kv_dtype: of the keys and values in the memory; ``None``: that of the queries.
+    :param deterministic: a row's results must not depend on the rest of its step (``engine.deterministic``).
     """
 
     mode: Literal["kv", "ragged"]
@@ -47,6 +48,7 @@ class AttentionNeed:
     page_size: int = 1
     windows: frozenset[int] = frozenset()
     kv_dtype: torch.dtype | None = None
+    deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class KVBatch:
     :param sink: the first *sink* tokens are seen through any window.
     :param gaps: tokens that are missing from the table after the first *sink* ones (a ring that has forgotten them).
     :param most_pages: as wide as *tables* can become; what a lane keeps room for. 0: no wider than it is.
+    :param query_heads: of the layers that will attend; 0: not known.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -73,6 +76,7 @@ class KVBatch:
     sink: int = 0
     gaps: npt.NDArray[np.int64] | None = None
     most_pages: int = 0
+    query_heads: int = 0
 
 
 class KVPlan(abc.ABC):
@@ -144,10 +148,17 @@ class AttentionBackend(abc.ABC):
     query a row, ``step_kv`` ``written`` or ``none``."""
     capturable_chunks: bool = False
     """Whether also for rows of any number of queries, as long as there are as many in all."""
+    capturable_beside: bool = False
+    """Whether also for ``step_kv`` ``beside``, and plans of segments; of rows as :attr:`capturable_chunks` says."""
 
     @abc.abstractmethod
     def supports(self, need: AttentionNeed) -> str | None:
         """``None`` if it can serve *need*, else the reason why not, in words for the operator."""
+
+    def batch_invariant(self, need: AttentionNeed) -> bool:
+        """Whether a row's results follow from the row alone, bit for bit: not from the step's other rows nor their
+        number, nor from how its tokens are divided into steps. Only then it serves a deterministic need."""
+        return False
 
     @abc.abstractmethod
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
@@ -158,8 +169,9 @@ class AttentionBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        """Plan attention within segments of these *lengths*."""
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        """Plan attention within segments of these *lengths*; *stage* and *key* as in :meth:`plan_kv`. On a lane as many
+        segments as it has rows, of which some may be empty."""
 
 
 def pick_backend(
@@ -177,7 +189,10 @@ def pick_backend(
     for backend in sorted(backends, key=lambda backend: -backend.priority):
         if forced is not None and backend.name != forced:
             continue
-        reason = backend.supports(need)
+        if need.deterministic and not backend.batch_invariant(need):
+            reason: str | None = "its results depend on the step's other rows, which engine.deterministic forbids"
+        else:
+            reason = backend.supports(need)
         if reason is None:
             if reasons and need.device.type != "cpu":
                 log.warning("attention backend %s is used: %s", backend.name, "; ".join(reasons))

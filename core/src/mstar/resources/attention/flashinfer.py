@@ -16,11 +16,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.resources.attention.base import AttentionBackend, AttentionNeed, KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, Library, Shape
+from mstar.resources.attention.flashinfer_lanes import LaneBeside, LaneSegments
 from mstar.resources.attention.flashinfer_plans import BesidePlan, LanePlan, SegmentsPlan, StepPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention
@@ -43,6 +45,7 @@ class FlashInferAttention(AttentionBackend):
     priority = 20
     capturable = True
     capturable_chunks = True
+    capturable_beside = True
 
     def __init__(self) -> None:
         self._torch = TorchAttention()
@@ -93,24 +96,30 @@ class FlashInferAttention(AttentionBackend):
 
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         if batch.step_kv == "beside":
-            if stage.lane is not None:
-                raise ValueError(f"a frozen step of {key!r} cannot run in a captured graph")
-            return BesidePlan(self, memory, batch, stage, key)
+            if stage.lane is None:
+                return BesidePlan(self, memory, batch, stage, key)
+            beside: LaneBeside = stage.keep(f"{key}.flashinfer", lambda: LaneBeside(self, memory, key))
+            beside.refill(batch, stage)
+            return beside
         if stage.lane is None:
             return StepPlan(self, memory, batch, stage, key)
         plan: LanePlan = stage.keep(f"{key}.flashinfer", lambda: LanePlan(self, memory, key))
         plan.refill(batch, stage)
         return plan
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        return SegmentsPlan(self, lengths)
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        if stage.lane is None:
+            return SegmentsPlan(self, lengths, stage, key)
+        plan: LaneSegments = stage.keep(f"{key}.flashinfer", lambda: LaneSegments(self, key))
+        plan.refill(np.asarray(lengths, np.int64), stage)
+        return plan
 
     # --- what plans share -------------------------------------------------------------------------------------------
     def torch_plan(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return self._torch.plan_kv(memory, batch, stage, key)
 
-    def torch_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        return self._torch.plan_ragged(lengths)
+    def torch_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        return self._torch.plan_ragged(lengths, stage, key)
 
     def library(self, device: torch.device) -> Library:
         if device.type == "cuda" and device.index is None:

@@ -48,11 +48,12 @@ def _random(tokens: int, heads: int, need: AttentionNeed) -> Tensor:
 
 
 def _ragged(backend: FlashInferAttention, need: AttentionNeed) -> Iterator[tuple[str, Tensor, Tensor]]:
+    stage = Stage(need.device)
     for lengths in (_PROMPTS, _CONTEXTS):
         total = sum(lengths)
         q, k, v = (_random(total, heads, need) for heads in (need.query_heads, need.kv_heads, need.kv_heads))
         for causal in (False, True):
-            plans = backend.plan_ragged(lengths), backend.torch_ragged(lengths)
+            plans = backend.plan_ragged(lengths, stage, "check"), backend.torch_ragged(lengths, stage, "check")
             got, wanted = (plan.attend(q, k, v, causal=causal) for plan in plans)
             yield "attention within a step", got, wanted
 

@@ -23,10 +23,10 @@ from mstar.resources.staging import Stage
 if TYPE_CHECKING:
     from mstar.resources.attention.flashinfer import FlashInferAttention
 
-__all__ = ["BesidePlan", "LanePlan", "SegmentsPlan", "StepPlan"]
+__all__ = ["BesidePlan", "LanePlan", "MemoryPlan", "SegmentsPlan", "StepPlan"]
 
 
-class _MemoryPlan(KVPlan):
+class MemoryPlan(KVPlan):
     """What plans over a memory share.
 
     :ivar _few: one operation for :meth:`attend_heads`, where the step has it.
@@ -73,7 +73,7 @@ class _MemoryPlan(KVPlan):
         return self._few.attend_heads(layer, heads, q_heads, rotation, norms, places, window, scale, softcap)
 
 
-class _PlainPlan(_MemoryPlan):
+class _PlainPlan(MemoryPlan):
     """A step outside of lanes. What no kernel can say is PyTorch's.
 
     :ivar _longest: from which width on a window leaves nothing out; ``None``: not known.
@@ -153,7 +153,7 @@ class StepPlan(_PlainPlan):
         return out
 
 
-class LanePlan(_MemoryPlan):
+class LanePlan(MemoryPlan):
     """Steps on one lane: one query a row, or always as many in all. All kernels that the lane has used are planned for
     each step."""
 
@@ -235,8 +235,8 @@ class BesidePlan(_PlainPlan):
 class SegmentsPlan(RaggedPlan):
     """Attention within segments."""
 
-    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int]):
-        self._backend, self._lengths = backend, lengths
+    def __init__(self, backend: FlashInferAttention, lengths: Sequence[int], stage: Stage, key: str):
+        self._backend, self._lengths, self._stage, self._key = backend, lengths, stage, key
         self._segments = Segments(backend, lengths)
         self._torch: RaggedPlan | None = None
 
@@ -247,7 +247,7 @@ class SegmentsPlan(RaggedPlan):
             kernel = self._segments.kernel(q, k, Way(None, causal, scale, None).of(q))
         except KernelFault:  # said when it was found
             if self._torch is None:
-                self._torch = self._backend.torch_ragged(self._lengths)
+                self._torch = self._backend.torch_ragged(self._lengths, self._stage, self._key)
             return self._torch.attend(q, k, v, causal=causal, scale=scale)
         q = usable(q)
         out = q.new_empty(q.shape)

@@ -18,7 +18,7 @@ from mstar.resources.attention.triton_decode import RowsPlan
 if TYPE_CHECKING:
     from mstar.resources.attention.flashinfer import FlashInferAttention
 
-__all__ = ["LaneRows", "Rows", "Segments", "Way", "fits", "usable"]
+__all__ = ["LaneRows", "Rows", "Segments", "Way", "fits", "refuse_while_capturing", "usable"]
 
 _SHARED = 3
 """Query heads to a key head from which on tensor cores decode faster than CUDA cores: benchmarks/gpu_attention.py."""
@@ -60,6 +60,12 @@ def fits(q: Tensor, planned: int) -> None:
     """Kernels trust their plan: with fewer queries they would read what is not there."""
     if q.shape[0] != planned:
         raise ValueError(f"{q.shape[0]} queries in a step that was planned for {planned}")
+
+
+def refuse_while_capturing(device: torch.device, how: Combination) -> None:
+    """:raises RuntimeError: a capture is under way: nothing new can be planned in it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
 
 
 class Rows:
@@ -119,8 +125,7 @@ class LaneRows(Rows):
     """
 
     def _find(self, how: Combination) -> Kernel:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
+        refuse_while_capturing(self.device, how)
         kind = _decode_kind(self.shape, how) if self.decode else "fa2"
         return Kernel(self.backend.library(self.device), kind, self.shape, how, (self.pages.rows, self.pages.queries))
 

@@ -38,6 +38,10 @@ class NumbaAttention(AttentionBackend):
     def __init__(self) -> None:
         self._torch = TorchAttention()
 
+    def batch_invariant(self, need: AttentionNeed) -> bool:
+        """Where it is exact to the token: see promise P6."""
+        return need.device.type == "cpu" and need.dtype is torch.float32
+
     def supports(self, need: AttentionNeed) -> str | None:
         if need.device.type != "cpu":
             return "it runs on the CPU only"
@@ -57,8 +61,8 @@ class NumbaAttention(AttentionBackend):
             return self._torch.plan_kv(memory, batch, stage, key)
         return _NumbaKVPlan(self._torch, memory, batch, decodes, stage, key)
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
-        return self._torch.plan_ragged(lengths)
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
+        return self._torch.plan_ragged(lengths, stage, key)
 
 
 def _leading_ones(lengths: np.ndarray) -> int:

@@ -42,6 +42,10 @@ class TorchAttention(AttentionBackend):
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._scratch: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
+    def batch_invariant(self, need: AttentionNeed) -> bool:
+        """Where it is exact to the token: see promise P6."""
+        return need.device.type == "cpu" and need.dtype is torch.float32
+
     def supports(self, need: AttentionNeed) -> str | None:
         if need.query_heads % need.kv_heads:
             return f"{need.query_heads} query heads are not a multiple of {need.kv_heads} key heads"
@@ -50,7 +54,7 @@ class TorchAttention(AttentionBackend):
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
         return _TorchKVPlan(self, memory, batch)
 
-    def plan_ragged(self, lengths: Sequence[int]) -> RaggedPlan:
+    def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
         return _TorchRaggedPlan(lengths)
 
     def scratch(self, memory: KVMemory, lines: int) -> Tensor:

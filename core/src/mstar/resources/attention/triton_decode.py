@@ -36,14 +36,9 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 class FewRows:
-    """One for each backend that hands steps on.
+    """One for each backend that hands steps on."""
 
-    :param deterministic: divide contexts the same in steps of any number of rows, so that a row's result does not
-        depend on the others.
-    """
-
-    def __init__(self, deterministic: bool = False) -> None:
-        self._deterministic = deterministic
+    def __init__(self) -> None:
         self._scratch: dict[tuple[torch.device, int, int], object] = {}
 
     def plan(
@@ -66,7 +61,7 @@ class FewRows:
         return RowsPlan(kernels, memory, page, tables, self._scratch[key], self._splits(kernels, rows, memory), batch)
 
     def _splits(self, kernels: ModuleType, rows: int, memory: KVMemory) -> int:
-        splits: int = kernels.splits_for(rows, memory.kv_heads, memory.data.device, self._deterministic)
+        splits: int = kernels.splits_for(rows, memory.kv_heads, memory.data.device)
         return splits
 
 

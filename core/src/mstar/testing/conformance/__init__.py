@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from mstar.testing.conformance.answers import AnswerChecks
 from mstar.testing.conformance.batches import BatchChecks
 from mstar.testing.conformance.ends import EndChecks
 from mstar.testing.conformance.graphs import GraphChecks
@@ -26,7 +27,9 @@ from mstar.testing.conformance.weights import WeightsChecks
 __all__ = ["FamilyConformance", "PluginConformance"]
 
 
-class FamilyConformance(SpecChecks, GraphChecks, WeightsChecks, RequestChecks, BatchChecks, EndChecks, HttpChecks):
+class FamilyConformance(
+    SpecChecks, GraphChecks, WeightsChecks, RequestChecks, AnswerChecks, BatchChecks, EndChecks, HttpChecks
+):
     """All checks of one model.
 
     :cvar key: the model. :cvar plugin: module of its plugin, if that is not installed.

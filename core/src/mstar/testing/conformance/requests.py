@@ -14,7 +14,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Prepared
-from mstar.spec.request import Failed
+from mstar.spec.request import Done, Failed
 from mstar.spec.tasks import (
     Audio,
     ChatTask,
@@ -80,7 +80,8 @@ class RequestChecks:
             prepared.request.params = _Watched(prepared.request.params, seen)
             driver.submit_prepared(prepared, example)
             driver.run()
-            _render(driver, task, prepared)
+            if isinstance(driver.ended.get(request), Done):
+                mstar_model.rendered(driver, task, prepared)
         unread = [name for name in spec.knobs.model_fields if name not in seen]
         if unread:
             name = unread[0]
@@ -189,15 +190,6 @@ class _Watched(dict[str, Any]):
     def get(self, name: str, default: Any = None) -> Any:
         self.seen.add(name)
         return super().get(name, default)
-
-
-def _render(driver: Driver, task: Task, prepared: Prepared) -> None:
-    renderer = driver.processor.renderer(task, prepared)
-    try:
-        for event in driver.emitted.get(prepared.request.id, ()):
-            list(renderer.feed(event))
-    except Exception as error:
-        fail(f"{driver.spec.key!r}: its renderer raised {type(error).__name__}: {error}: the client gets 500")
 
 
 def _answers_differ(subject: Subject, example: Example, name: str, values: Sequence[Any]) -> bool:

@@ -26,8 +26,9 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import PluginError, RequestError, SetupError, nearest
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
-from mstar.spec.processor import Processor, ProcessorContext
+from mstar.spec.processor import Delta, Prepared, Processor, ProcessorContext
 from mstar.spec.request import Done, Failed
+from mstar.spec.tasks import Task
 from mstar.testing.conformance.knob_values import vary
 from mstar.testing.drive import Driver, RestlessError
 from mstar.testing.examples import Example, draw_examples
@@ -225,6 +226,21 @@ class Subject:
             same = "" if first == test else f"\n  The cause is that of {first}: mend that first."
             fail(f"{self.spec.key!r}: a sample request failed ({end.code}): {end.message}\n  {example}{same}")
         return driver.result(request)
+
+    def rendered(self, driver: Driver, task: Task, prepared: Prepared) -> tuple[list[Delta], str]:
+        """What the client gets of a request that ended well, and why that ended; fails the test if rendering does."""
+        done = driver.ended[prepared.request.id]
+        assert isinstance(done, Done), done
+        deltas: list[Delta] = []
+        try:
+            renderer = driver.processor.renderer(task, prepared)
+            for event in driver.emitted.get(prepared.request.id, ()):
+                deltas += renderer.feed(event)
+                if renderer.finished is not None:
+                    return [*deltas, *renderer.finish(None)], renderer.finished
+            return [*deltas, *renderer.finish(done)], done.reason
+        except Exception as error:
+            fail(f"{self.spec.key!r}: its renderer raised {type(error).__name__}: {error}: the client gets 500")
 
     def check_same(self, driver: Driver, asked: Mapping[str, Example], what: str) -> None:
         """Each of *asked* that ended on its own has the answer that it has alone."""

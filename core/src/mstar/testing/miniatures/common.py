@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from mstar.processing.constraints import checked_grammar
+from mstar.processing.text import TextRenderer
+from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, SamplingKnobs
 from mstar.spec.model import Ability, Licence, ModelSpec
@@ -20,10 +23,10 @@ from mstar.spec.processor import (
     FramesDelta,
     Prepared,
     Processor,
+    ProcessorContext,
     Renderer,
-    TextDelta,
 )
-from mstar.spec.request import Emit, EngineRequest, SamplingParams
+from mstar.spec.request import Done, Emit, EngineRequest, SamplingParams
 from mstar.spec.tasks import (
     ChatTask,
     CompletionTask,
@@ -37,9 +40,21 @@ from mstar.spec.tasks import (
 )
 from mstar.testing.examples import Example
 
-__all__ = ["ALPHABET", "VOCAB", "Example", "MiniKnobs", "MiniProcessor", "Miniature", "decode", "encode", "text_of"]
+__all__ = [
+    "ALPHABET",
+    "VOCAB",
+    "Example",
+    "MiniKnobs",
+    "MiniProcessor",
+    "Miniature",
+    "decode",
+    "encode",
+    "text_of",
+    "vocabulary",
+]
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 ."
+ALPHABET = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP<>{}[]":,/0123456789 .'
+"""Room for JSON, and for tags around it."""
 VOCAB = len(ALPHABET)
 RATE = 8000
 
@@ -47,6 +62,15 @@ RATE = 8000
 def encode(text: str) -> list[int]:
     """One id per character; characters outside the alphabet fold into it."""
     return [ALPHABET.index(c) if c in ALPHABET else ord(c) % VOCAB for c in text]
+
+
+STOP = ALPHABET.index(".")
+"""Ends an answer that has a constraint, unless the request names another; it is not part of the answer then."""
+
+
+def vocabulary() -> list[bytes]:
+    """The bytes of each token."""
+    return [c.encode() for c in ALPHABET]
 
 
 def decode(ids: Iterable[int]) -> str:
@@ -130,6 +154,10 @@ _FIELDS: Mapping[type[Task], str] = {
 class MiniProcessor(Processor):
     """Characters in, values out. Subclasses override :meth:`inputs`."""
 
+    def __init__(self, context: ProcessorContext):
+        super().__init__(context)
+        self.grammars = GrammarCompiler(vocabulary, VOCAB)
+
     def inputs(self, task: Task) -> dict[str, Any]:
         """The graph's inputs."""
         ids = encode(text_of(task))
@@ -143,7 +171,11 @@ class MiniProcessor(Processor):
             raise RequestError("dimensions: this model's vectors have one size", param="dimensions")
         knobs = task.knobs
         sampling = {}
+        stop, grammar = _stop_ids(knobs), None
         if isinstance(knobs, SamplingKnobs):
+            if task.response_format is not None:
+                grammar = checked_grammar(task, self.grammars, stop or (STOP,))
+                stop = stop if grammar is None else stop or (STOP,)
             sampling["sampler"] = SamplingParams(
                 temperature=knobs.temperature,
                 top_p=knobs.top_p,
@@ -155,10 +187,11 @@ class MiniProcessor(Processor):
                 seed=knobs.seed,
                 max_tokens=knobs.max_tokens or 16,
                 min_tokens=knobs.min_tokens,
-                stop_token_ids=_stop_ids(knobs),
+                stop_token_ids=stop,
                 ignore_eos=knobs.ignore_eos,
                 logprobs=task.logprobs,
                 logit_bias=dict(task.logit_bias),
+                grammar=grammar,
             )
         inputs = self.inputs(task)
         request = EngineRequest(
@@ -171,12 +204,13 @@ class MiniProcessor(Processor):
             session=task.session,
             tenant=task.tenant,
         )
-        return Prepared(request, prompt_tokens=len(inputs.get("prompt", ())))
+        hidden = stop if grammar is not None else ()
+        return Prepared(request, prompt_tokens=len(encode(text_of(task))) if inputs else 0, state=hidden)
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         from mstar.testing.miniatures import miniature
 
-        return MiniRenderer(miniature(self.context.spec.key).streams)
+        return MiniRenderer(miniature(self.context.spec.key).streams, task, prepared.state)
 
     def token_bytes(self, token: int) -> bytes:
         return ALPHABET[token].encode()
@@ -204,14 +238,25 @@ def _stop_ids(knobs: SamplingKnobs) -> tuple[int, ...]:
 
 
 class MiniRenderer(Renderer):
-    def __init__(self, streams: Mapping[str, str]):
+    """*task*'s stop strings end the answer, whichever stream of text they are in.
+
+    :param hidden: tokens that end an answer and are not shown.
+    """
+
+    def __init__(self, streams: Mapping[str, str], task: Task, hidden: Sequence[int]):
         self.streams = streams
+        self._texts = {
+            stream: TextRenderer(decode, task.stop, task.include_stop, hidden, stream)
+            for stream, modality in streams.items()
+            if modality == "text"
+        }
 
     def feed(self, event: Emit) -> Iterable[Delta]:
         modality = self.streams[event.stream]
         if modality == "text":
-            ids = tuple(event.data)
-            yield TextDelta(decode(ids), ids, tuple(event.logprobs or ()), event.stream)
+            text = self._texts[event.stream]
+            yield from text.feed(event)
+            self.finished = text.finished
         elif modality == "audio":
             yield AudioDelta(np.asarray(event.data, dtype=np.float32).reshape(-1), RATE, event.stream)
         elif modality == "image":
@@ -219,3 +264,7 @@ class MiniRenderer(Renderer):
                 yield FramesDelta(frame[None].astype(np.uint8), None, event.stream)
         else:
             yield ArrayDelta(np.asarray(event.data), modality, event.stream)
+
+    def finish(self, done: Done | None) -> Iterable[Delta]:
+        for text in self._texts.values():
+            yield from text.finish(done)

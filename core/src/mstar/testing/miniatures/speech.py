@@ -130,8 +130,9 @@ class TransducerDecoder(Node):
             done.append(at >= mine.shape[0])
         step["state"].write("cursor", cursor)
         step["state"].write("last", last)
-        flat = torch.tensor([t for out in tokens for t in out], dtype=torch.int64)
-        return {"tokens": Packed(flat, [len(out) for out in tokens]), "done": torch.tensor(done)}
+        flat = torch.tensor([t for out in tokens for t in out], dtype=torch.int64, device=step.device)
+        lengths = [len(out) for out in tokens]
+        return {"tokens": Packed(flat, lengths), "done": torch.tensor(done, device=step.device)}
 
 
 class TransducerEncoder(Node):
@@ -164,7 +165,7 @@ class FirCodec(Node):
         rows = []
         taps = torch.tensor(TAPS)
         for row, seen in zip(torch.split(codes.float(), list(step.lengths)), left.tolist(), strict=True):
-            padded = torch.cat([torch.zeros(len(TAPS) - 1), row])
+            padded = torch.cat([torch.zeros(len(TAPS) - 1, device=row.device), row])
             filtered = sum(tap * padded[len(TAPS) - 1 - i : padded.shape[0] - i] for i, tap in enumerate(taps))
             rows.append(filtered[seen:].repeat_interleave(FRAME))
         return {"samples": Packed(torch.cat(rows), [r.shape[0] for r in rows])}

@@ -6,7 +6,7 @@ all tokens follow exactly, so the model knows its context through the KV cache a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partiti
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sampler
 from mstar.testing.miniatures.catalog import PRIME, VOCAB
+from mstar.testing.miniatures.common import vocabulary
 
 __all__ = ["Chat", "Hybrid", "Planner", "Seq2Seq"]
 
@@ -32,17 +33,21 @@ SHAPE = DecoderShape(vocab=VOCAB, layers=1, heads=1, kv_heads=1, head_dim=VOCAB,
 KV = replace(SHAPE.kv(), page_size=4)
 
 
-def one_hot(ids: Tensor) -> Tensor:
-    """``[N, 1, VOCAB]`` float32."""
-    return torch.nn.functional.one_hot(ids, VOCAB).float()[:, None]
+def one_hot(ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``[N, 1, VOCAB]``."""
+    return torch.nn.functional.one_hot(ids, VOCAB).to(dtype)[:, None]
+
+
+def id_sum(counts: Tensor) -> Tensor:
+    """Sum of the ids of which *counts* ``[N, VOCAB]`` says how many there are, ``[N]`` float32."""
+    return counts.float() @ torch.arange(VOCAB, dtype=torch.float32, device=counts.device)
 
 
 def context_sums(step: Step, ids: Tensor) -> Tensor:
     """Sum of all token ids up to and including each token, ``[N]``, read back from the KV cache."""
-    value = one_hot(ids)
+    value = one_hot(ids, step.dtype)
     mean = step["kv"].attend(0, torch.zeros_like(value), torch.zeros_like(value), value)[:, 0]
-    counts = torch.round(mean * (step["positions"].positions + 1)[:, None])
-    return (counts @ torch.arange(VOCAB, dtype=torch.float32)).long()
+    return id_sum(torch.round(mean.float() * (step["positions"].positions + 1)[:, None])).long()
 
 
 def token_logits(token: Tensor) -> Tensor:
@@ -93,6 +98,9 @@ class Chat(Model):
     def build(self, node: str) -> Node:
         return SumNode()
 
+    def vocabulary(self, sampler: str) -> Sequence[bytes]:
+        return vocabulary()
+
     def demand(self, request: EngineRequest) -> Iterable[Demand]:
         return text_demand(request)
 
@@ -112,16 +120,16 @@ class MemoryEncoder(Node):
 class CrossDecoder(Node):
     def prime(self, step: Step, memory: Tensor) -> dict[str, Any]:
         """Write the cross keys and values. Values are scaled by their number, so that their mean is their sum."""
-        lengths = torch.tensor(step.lengths)
-        value = memory * lengths.repeat_interleave(lengths)[:, None]
-        step["cross"].write(0, torch.zeros_like(memory)[:, None], value[:, None])
+        lengths = torch.tensor(step.lengths, device=memory.device)
+        value = (memory * lengths.repeat_interleave(lengths)[:, None])[:, None].to(step.dtype)
+        step["cross"].write(0, torch.zeros_like(value), value)
         return {}
 
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         own = context_sums(step, ids)[step.last]
-        query = torch.zeros(ids.shape[0], 1, VOCAB)
+        query = torch.zeros(ids.shape[0], 1, VOCAB, dtype=step.dtype, device=ids.device)
         counts = step["cross"].attend(0, query)[:, 0][step.last]
-        source = (torch.round(counts) @ torch.arange(VOCAB, dtype=torch.float32)).long()
+        source = id_sum(torch.round(counts.float())).long()
         token = (own + source + step["positions"].positions[step.last] + 1) % VOCAB
         return {"token": step["sampler"].sample(token_logits(token))}
 
@@ -141,19 +149,29 @@ class Seq2Seq(EncoderDecoder):
 
 
 class HybridNode(Node):
-    """A recurrence ``s ← 2s + id mod 97`` in a state slot beside attention's sum."""
+    """A recurrence ``s ← 2s + id mod 97`` in a state slot beside attention's sum. Over a row of T tokens that is
+    ``2^T s + Σ 2^(T-1-i) id_i``: nothing of it needs the rows' lengths on the host."""
+
+    powers: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("powers", torch.tensor([pow(2, k, PRIME) for k in range(PRIME - 1)]), persistent=False)
 
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         sums = context_sums(step, ids)[step.last]
-        state = step["state"].read("s")[:, 0].clone()
-        start = 0
-        for row, length in enumerate(step.lengths):
-            for token in ids[start : start + length].tolist():
-                state[row] = (2 * state[row] + token) % PRIME
-            start += length
+        place = torch.arange(ids.shape[0], device=ids.device)
+        row = torch.bucketize(place, step.offsets[1:], right=True)
+        terms = self._power(step.offsets[1:][row] - 1 - place) * ids
+        state = step["state"].read("s")[:, 0] * self._power(step.offsets.diff())
+        state = state.index_add(0, row, terms) % PRIME
         step["state"].write("s", state[:, None])
         token = (sums + state) % VOCAB
         return {"token": step["sampler"].sample(token_logits(token))}
+
+    def _power(self, exponents: Tensor) -> Tensor:
+        """Powers of 2, which repeat after ``PRIME - 1``."""
+        return self.powers[exponents % (PRIME - 1)]
 
 
 class Hybrid(Chat):

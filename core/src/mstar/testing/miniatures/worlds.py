@@ -41,6 +41,7 @@ from mstar.testing.miniatures.text import (
     SumNode,
     context_sums,
     generate,
+    id_sum,
     one_hot,
     text_demand,
 )
@@ -63,10 +64,10 @@ class Dit(Node):
     def velocity(
         self, step: Step, latent: Tensor, seen: Tensor, branch: Tensor, index: Tensor, steps: Tensor
     ) -> dict[str, Any]:
-        probe = torch.zeros(latent.shape[0], 1, VOCAB)
+        probe = torch.zeros(latent.shape[0], 1, VOCAB, dtype=step.dtype, device=latent.device)
         # One probe token per row: its own value counts for nothing, the frozen context's mean for the rest.
         mean = step["kv"].attend(0, probe, probe, probe)[:, 0]
-        total = (mean * (step["positions"].positions + 1)[:, None]) @ torch.arange(VOCAB, dtype=torch.float32)
+        total = id_sum(mean.float() * (step["positions"].positions + 1)[:, None])
         drive = total / (1 + branch) / VOCAB + seen * 0
         return {"velocity": latent * 0.5 - drive.view(-1, *[1] * (latent.ndim - 1))}
 
@@ -149,10 +150,10 @@ class LiveWorld(Node):
     """Each frame is the mean of the controls in a rolling window of KV."""
 
     def forward(self, step: Step, controls: Tensor) -> dict[str, Any]:
-        value = torch.nn.functional.pad(controls, (0, VOCAB - CONTROLS))[:, None]
+        value = torch.nn.functional.pad(controls, (0, VOCAB - CONTROLS))[:, None].to(step.dtype)
         zero = torch.zeros_like(value)
         mean = step["window"].attend(0, zero, zero, value)[:, 0, :CONTROLS]
-        return {"frames": mean}
+        return {"frames": mean.float()}
 
 
 class World(Model):
@@ -175,7 +176,7 @@ class World(Model):
         )
 
     def resources(self) -> Mapping[str, ResourceSpec]:
-        window = WindowKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, window=WINDOW, dtype="float32")
+        window = WindowKV(layers=1, kv_heads=1, query_heads=1, head_dim=VOCAB, window=WINDOW)
         return {"window": window}
 
     def build(self, node: str) -> Node:
@@ -189,7 +190,7 @@ class World(Model):
 class PolicyNode(Node):
     def forward(self, step: Step, observation: Tensor) -> dict[str, Any]:
         """One observation ``[rows, 3]`` becomes a chunk of actions ``[rows, CHUNK, 3]``."""
-        gains = torch.arange(1, CHUNK + 1, dtype=torch.float32)
+        gains = torch.arange(1, CHUNK + 1, dtype=torch.float32, device=observation.device)
         return {"actions": observation[:, None, :] * gains[None, :, None]}
 
 
@@ -224,12 +225,11 @@ class UnifiedNode(SumNode):
 
     def imagine(self, step: Step, canvas: Tensor) -> dict[str, Any]:
         """The canvas' tokens see the whole context and each other, and leave no trace in the cache. ``[N, 3]``."""
-        count = canvas.shape[0]
-        zero = torch.zeros(count, 1, VOCAB)
-        value = one_hot(torch.ones(count, dtype=torch.int64))  # every canvas token counts as id 1
+        ids = torch.ones(canvas.shape[0], dtype=torch.int64, device=canvas.device)
+        value = one_hot(ids, step.dtype)  # every canvas token counts as id 1
+        zero = torch.zeros_like(value)
         mean = step["kv"].attend(0, zero, zero, value, causal=False)[:, 0]
-        expected = mean @ torch.arange(VOCAB, dtype=torch.float32)
-        return {"canvas": canvas * 0.5 + expected[:, None]}
+        return {"canvas": canvas * 0.5 + id_sum(mean)[:, None]}
 
 
 class Unified(Model):

@@ -10,18 +10,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mstar.spec.sound import channels, pcm16, wav
+
 __all__ = [
     "AUDIO_TYPES",
     "MPEG_RATES",
     "AudioEncoder",
     "Sink",
     "audio_encoder",
-    "channels",
     "content_type",
     "encode_audio",
     "nearest_rate",
-    "pcm16",
-    "wav",
     "wav_header",
 ]
 
@@ -90,22 +89,6 @@ def encode_audio(samples: Any, rate: int, name: str, bit_rate: int | None = None
     encoder.feed(samples)
     encoder.finish()
     return out.getvalue()
-
-
-def pcm16(samples: Any) -> bytes:
-    """float32 ``[samples]`` or ``[samples, channels]`` in -1…1 → signed 16-bit little-endian, interleaved."""
-    scaled = np.nan_to_num(np.clip(np.asarray(samples, np.float32), -1.0, 1.0)) * 32767.0
-    return bytes(np.rint(scaled).astype("<i2").tobytes())
-
-
-def channels(samples: Any) -> int:
-    return 1 if samples.ndim == 1 else int(samples.shape[1])
-
-
-def wav(samples: Any, rate: int) -> bytes:
-    """A complete 16-bit WAV file."""
-    data = pcm16(samples)
-    return wav_header(rate, channels(samples), len(data)) + data
 
 
 def wav_header(rate: int, channel_count: int, data_bytes: int | None) -> bytes:

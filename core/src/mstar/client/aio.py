@@ -1,0 +1,425 @@
+"""The client for asynchronous programs: :mod:`mstar.client.sync` with ``await``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import httpx
+import numpy as np
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
+from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.base import Base
+from mstar.client.live import Conversation, Heard, Items, Observation
+from mstar.runtime.result import Result
+from mstar.spec.errors import RequestError
+from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta
+from mstar.spec.request import Usage
+
+__all__ = ["AsyncClient", "AsyncLive", "AsyncStream"]
+
+T = TypeVar("T")
+
+
+class AsyncClient(Base):
+    """Asks a server; close it, or use it in a ``async with``. Its parameters are those of
+    :class:`~mstar.client.base.Base`.
+
+    Every method raises :class:`~mstar.spec.errors.RequestError`, with the server's message, ``status``, ``param`` and
+    ``code``, and ``retry_after`` (seconds) where the server gives one.
+    """
+
+    def _begin(self) -> None:
+        self._http = httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=self._timeout)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    # --- anything ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        **knobs: Any,
+    ) -> Result:
+        """The whole answer of *model* to *text* and *files*.
+
+        :param files: paths, bytes, pictures (uint8 ``[H, W, 3]``), :class:`~mstar.spec.tasks.Audio`…, in their order.
+        :param model: may be left out where the server has one. :param want: output modalities; default: the model's.
+        :param session: keep state under this name. :param stop: strings that end a text.
+        :param knobs: the model's request parameters (``temperature``, ``max_tokens``…).
+        """
+        asked = generate_content(model or self.model, text, files, want, session, stop, knobs, streaming=False)
+        return result_of(await self._post("/generate", asked))
+
+    async def stream(
+        self,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        **knobs: Any,
+    ) -> AsyncStream:
+        """:meth:`generate` with the answer's deltas as they are made."""
+        asked = generate_content(model or self.model, text, files, want, session, stop, knobs, streaming=True)
+        return AsyncStream(self.url, await self._open("/generate", asked), self._fault)
+
+    async def open(
+        self,
+        live: Sequence[str],
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        max_in_flight: int | None = None,
+        **knobs: Any,
+    ) -> AsyncLive:
+        """A live request, on a socket of its own, that keeps its input streams *live* open; see :class:`AsyncLive`.
+
+        :param max_in_flight: pushes without an answer at which :meth:`AsyncLive.push` waits, where each has one.
+        """
+        talk = Conversation(live)
+        opening = talk.opening(model or self.model, text, files, want, session, stop, knobs)
+        return await self._again(lambda: AsyncLive.connect(self, talk, opening, max_in_flight))
+
+    # --- one kind of answer ------------------------------------------------------------------------------------------
+
+    @overload
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        **knobs: Any,
+    ) -> str: ...
+    @overload
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        **knobs: Any,
+    ) -> AsyncIterator[str]: ...
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        **knobs: Any,
+    ) -> str | AsyncIterator[str]:
+        """The text that a model answers to a user's text or to OpenAI's *messages*; with *stream* in pieces."""
+        asked = chat_content(model or self.model or await self._only_model(), messages, stream, knobs)
+        if stream:
+            return self._chat_pieces(await self._open("/v1/chat/completions", asked))
+        answer = await self._post("/v1/chat/completions", asked)
+        return str(answer["choices"][0]["message"]["content"] or "")
+
+    async def tts(
+        self,
+        text: str,
+        *,
+        reference_audio: FileLike | None = None,
+        ref_text: str | None = None,
+        model: str | None = None,
+        **knobs: Any,
+    ) -> AudioDelta:
+        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        files, named = tts_ask(reference_audio, ref_text, knobs)
+        return only((await self.generate(text, files, model=model, **named)).audio, "audio")
+
+    async def transcribe(self, audio: FileLike, *, model: str | None = None, **knobs: Any) -> str:
+        """What is said in *audio*."""
+        return (await self.generate("", [audio], model=model, want=["text"], **knobs)).text
+
+    async def image(
+        self, prompt: str, images: Sequence[FileLike] = (), *, model: str | None = None, **knobs: Any
+    ) -> FramesDelta:
+        """A picture of *prompt*, or *images* changed as it says."""
+        result = await self.generate(prompt, images, model=model, want=["image"], **knobs)
+        return FramesDelta(np.stack(only(result.images or None, "an image")[:1]))
+
+    async def video(
+        self, prompt: str, files: Sequence[FileLike] = (), *, model: str | None = None, **knobs: Any
+    ) -> FramesDelta:
+        """A video of *prompt*, from pictures or a video if given."""
+        return only((await self.generate(prompt, files, model=model, want=["video"], **knobs)).video, "a video")
+
+    async def act(
+        self,
+        observation: Observation,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        **knobs: Any,
+    ) -> np.ndarray[Any, Any]:
+        """The actions for one *observation* (live stream → items). For a control loop :meth:`open` a live request."""
+        async with await self.open(list(observation), text, files, model=model, **knobs) as live:
+            await live.push(observation)
+            await live.end()
+            return np.concatenate(only((await live.result()).arrays or None, "actions"))
+
+    # --- about the server --------------------------------------------------------------------------------------------
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that the server has: ``id``, ``abilities``, ``modalities``, ``knobs``…"""
+        answer = await self._again(lambda: self._exchange("GET", "/v1/models", {}))
+        found: list[dict[str, Any]] = answer["data"]
+        return found
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        model: str | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+    ) -> list[int]:
+        """The tokens of *prompt* or of a chat."""
+        asked: dict[str, Any] = {"model": model or self.model, "prompt": prompt, "messages": messages}
+        asked |= {"add_special_tokens": add_special_tokens, "add_generation_prompt": add_generation_prompt}
+        answer = await self._post("/tokenize", json_content(asked))
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        """The text of *tokens*, special ones included."""
+        asked = {"model": model or self.model, "tokens": list(tokens)}
+        return str((await self._post("/detokenize", json_content(asked)))["prompt"])
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    async def _only_model(self) -> str:
+        names = [model["id"] for model in await self.models()]
+        if len(names) != 1:
+            message = f"'model' is required: the server has {', '.join(names) or 'no model'}"
+            raise RequestError(message, param="model", code="missing_required_parameter")
+        return str(names[0])
+
+    async def _post(self, path: str, content: dict[str, Any]) -> Any:
+        return await self._again(lambda: self._exchange("POST", path, content))
+
+    async def _exchange(self, method: str, path: str, content: dict[str, Any]) -> Any:
+        return self._read(await self._http.request(method, path, **content))
+
+    async def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
+        """A response whose body has not been read."""
+
+        async def attempt() -> httpx.Response:
+            response = await self._http.send(self._http.build_request("POST", path, **content), stream=True)
+            if response.status_code >= 400:
+                try:
+                    await response.aread()
+                    self._read(response)
+                finally:
+                    await response.aclose()
+            return response
+
+        return await self._again(attempt)
+
+    def _read(self, response: httpx.Response) -> Any:
+        if response.status_code >= 400:
+            raise error_of(response.status_code, response.headers, response.content)
+        return response.json()
+
+    async def _again(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        number = 0
+        while True:
+            try:
+                return await attempt()
+            except (RequestError, httpx.TransportError) as raised:
+                error = raised if isinstance(raised, RequestError) else self._fault(raised)
+            wait = self._wait(error, number)
+            if wait is None:
+                raise error from None
+            await asyncio.sleep(wait)
+            number += 1
+
+    async def _chat_pieces(self, response: httpx.Response) -> AsyncIterator[str]:
+        try:
+            async with contextlib.aclosing(response):
+                async for line in response.aiter_lines():
+                    if piece := sse_text(line):
+                        yield piece
+        except httpx.TransportError as error:
+            raise self._fault(error) from None
+
+
+class AsyncStream(Ending):
+    """An answer as it is made: iterate it for its deltas. Leaving it early (:meth:`close`, or the end of a ``with``)
+    cancels the request.
+
+    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
+    """
+
+    def __init__(self, url: str, response: httpx.Response, fault: Callable[[httpx.TransportError], RequestError]):
+        super().__init__()
+        self._url, self._response, self._fault = url, response, fault
+        self._deltas = self._read()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._deltas)
+
+    async def _read(self) -> AsyncIterator[Delta]:
+        try:
+            async with contextlib.aclosing(self._response):
+                async for line in self._response.aiter_lines():
+                    if line and (delta := self.read(json.loads(line))) is not None:
+                        yield delta
+        except httpx.TransportError as error:
+            raise self._fault(error) from None
+        if self.finish_reason is None:
+            raise broken_off(self._url, "there was no last line")
+
+    async def result(self) -> Result:
+        """All that was not taken yet, joined."""
+        deltas = [delta async for delta in self]
+        return Result.of(deltas, self.finish_reason or "", self.usage)
+
+    async def close(self) -> None:
+        await self._response.aclose()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class AsyncLive:
+    """A live request: :meth:`push` what it shall hear, iterate it for what it says. One task may push while another
+    iterates, but not with ``max_in_flight``, which makes pushing read. Closing it (the end of a ``with``)
+    cancels what still runs.
+
+    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
+    """
+
+    def __init__(self, url: str, talk: Conversation, max_in_flight: int | None):
+        self._url, self._talk, self._most = url, talk, max_in_flight
+        self._inbox: deque[Heard] = deque()
+        self._stack = contextlib.AsyncExitStack()
+        self._socket: ClientConnection
+
+    @classmethod
+    async def connect(
+        cls, client: AsyncClient, talk: Conversation, opening: bytes, max_in_flight: int | None
+    ) -> AsyncLive:
+        """What :meth:`AsyncClient.open` returns."""
+        live = cls(client.url, talk, max_in_flight)
+        try:
+            live._socket = await live._stack.enter_async_context(connect(client._socket_url, **client._socket_options))
+        except InvalidStatus as error:
+            response = error.response
+            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
+        except (OSError, WebSocketException) as error:
+            raise unreachable(client.url, error) from None
+        await live._send(opening)
+        return live
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._talk.finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return self._talk.usage
+
+    async def push(self, stream: str | Observation, items: Items = None) -> int:
+        """Send *items* of *stream*, or an observation (stream → items): arrays ``[n, *item shape]`` or texts.
+
+        Returns its number: 0, 1, 2…, which :attr:`Heard.seq` refers to. With ``max_in_flight`` it may wait for answers,
+        which are kept for whoever iterates.
+        """
+        while self._most is not None and self._talk.in_flight >= self._most and not self._talk.ended:
+            if (heard := await self._receive()) is not None:
+                self._inbox.append(heard)
+        frame, seq = self._talk.append(self._talk.observation(stream, items))
+        await self._send(frame)
+        return seq
+
+    async def end(self, stream: str | None = None) -> None:
+        """Nothing more will come on *stream*, or on any."""
+        await self._send(self._talk.end(stream))
+
+    async def act(self, observation: Items | Observation) -> np.ndarray[Any, Any]:
+        """Push *observation* (of the only live stream, or stream → items) and wait for its actions. What answers to
+        older observations is dropped."""
+        seq = await self.push(self._talk.alone(observation))
+        async for heard in self:
+            if isinstance(heard.delta, ArrayDelta) and heard.seq is not None and heard.seq >= seq:
+                return np.asarray(heard.delta.data)
+        return only(None, "actions")
+
+    def __aiter__(self) -> AsyncIterator[Heard]:
+        return self
+
+    async def __anext__(self) -> Heard:
+        if self._inbox:
+            return self._inbox.popleft()
+        heard = None if self._talk.ended else await self._receive()
+        if heard is None:
+            raise StopAsyncIteration
+        return heard
+
+    async def result(self) -> Result:
+        """All that was not taken yet, up to the end, joined. End the input first."""
+        deltas = [heard.delta async for heard in self]
+        return Result.of(deltas, self.finish_reason or "", self.usage)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> AsyncLive:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def _send(self, frame: bytes) -> None:
+        try:
+            await self._socket.send(frame)
+        except ConnectionClosed as error:
+            raise broken_off(self._url, str(error)) from None
+
+    async def _receive(self) -> Heard | None:
+        """The next delta; ``None`` at the end."""
+        while not self._talk.ended:
+            try:
+                frame = await self._socket.recv()
+            except ConnectionClosed as error:
+                raise broken_off(self._url, str(error)) from None
+            if (heard := self._talk.receive(frame)) is not None:
+                return heard
+        return None

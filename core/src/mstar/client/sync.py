@@ -1,0 +1,411 @@
+"""The client for programs without an event loop. Its methods may be called from several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import httpx
+import numpy as np
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.sync.client import connect
+
+from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
+from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.base import Base
+from mstar.client.live import Conversation, Heard, Items, Observation
+from mstar.runtime.result import Result
+from mstar.spec.errors import RequestError
+from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta
+from mstar.spec.request import Usage
+
+__all__ = ["Client", "Live", "Stream"]
+
+T = TypeVar("T")
+
+
+class Client(Base):
+    """Asks a server; close it, or use it in a ``with``. Its parameters are those of
+    :class:`~mstar.client.base.Base`.
+
+    Every method raises :class:`~mstar.spec.errors.RequestError`, with the server's message, ``status``, ``param`` and
+    ``code``, and ``retry_after`` (seconds) where the server gives one.
+    """
+
+    def _begin(self) -> None:
+        self._http = httpx.Client(base_url=self.url, headers=self._headers, timeout=self._timeout)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- anything ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        **knobs: Any,
+    ) -> Result:
+        """The whole answer of *model* to *text* and *files*.
+
+        :param files: paths, bytes, pictures (uint8 ``[H, W, 3]``), :class:`~mstar.spec.tasks.Audio`…, in their order.
+        :param model: may be left out where the server has one. :param want: output modalities; default: the model's.
+        :param session: keep state under this name. :param stop: strings that end a text.
+        :param knobs: the model's request parameters (``temperature``, ``max_tokens``…).
+        """
+        asked = generate_content(model or self.model, text, files, want, session, stop, knobs, streaming=False)
+        return result_of(self._post("/generate", asked))
+
+    def stream(
+        self,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        **knobs: Any,
+    ) -> Stream:
+        """:meth:`generate` with the answer's deltas as they are made."""
+        asked = generate_content(model or self.model, text, files, want, session, stop, knobs, streaming=True)
+        return Stream(self.url, self._open("/generate", asked), self._fault)
+
+    def open(
+        self,
+        live: Sequence[str],
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        want: Sequence[str] = (),
+        session: str | None = None,
+        stop: Sequence[str] = (),
+        max_in_flight: int | None = None,
+        **knobs: Any,
+    ) -> Live:
+        """A live request, on a socket of its own, that keeps its input streams *live* open; see :class:`Live`.
+
+        :param max_in_flight: pushes without an answer at which :meth:`Live.push` waits, where each has one.
+        """
+        talk = Conversation(live)
+        opening = talk.opening(model or self.model, text, files, want, session, stop, knobs)
+        return self._again(lambda: Live(self, talk, opening, max_in_flight))
+
+    # --- one kind of answer ------------------------------------------------------------------------------------------
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        **knobs: Any,
+    ) -> str: ...
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        **knobs: Any,
+    ) -> Iterator[str]: ...
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        **knobs: Any,
+    ) -> str | Iterator[str]:
+        """The text that a model answers to a user's text or to OpenAI's *messages*; with *stream* in pieces."""
+        asked = chat_content(model or self.model or self._only_model(), messages, stream, knobs)
+        if stream:
+            return self._chat_pieces(self._open("/v1/chat/completions", asked))
+        answer = self._post("/v1/chat/completions", asked)
+        return str(answer["choices"][0]["message"]["content"] or "")
+
+    def tts(
+        self,
+        text: str,
+        *,
+        reference_audio: FileLike | None = None,
+        ref_text: str | None = None,
+        model: str | None = None,
+        **knobs: Any,
+    ) -> AudioDelta:
+        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        files, named = tts_ask(reference_audio, ref_text, knobs)
+        return only(self.generate(text, files, model=model, **named).audio, "audio")
+
+    def transcribe(self, audio: FileLike, *, model: str | None = None, **knobs: Any) -> str:
+        """What is said in *audio*."""
+        return self.generate("", [audio], model=model, want=["text"], **knobs).text
+
+    def image(
+        self, prompt: str, images: Sequence[FileLike] = (), *, model: str | None = None, **knobs: Any
+    ) -> FramesDelta:
+        """A picture of *prompt*, or *images* changed as it says."""
+        result = self.generate(prompt, images, model=model, want=["image"], **knobs)
+        return FramesDelta(np.stack(only(result.images or None, "an image")[:1]))
+
+    def video(
+        self, prompt: str, files: Sequence[FileLike] = (), *, model: str | None = None, **knobs: Any
+    ) -> FramesDelta:
+        """A video of *prompt*, from pictures or a video if given."""
+        return only(self.generate(prompt, files, model=model, want=["video"], **knobs).video, "a video")
+
+    def act(
+        self,
+        observation: Observation,
+        text: str = "",
+        files: Sequence[FileLike] = (),
+        *,
+        model: str | None = None,
+        **knobs: Any,
+    ) -> np.ndarray[Any, Any]:
+        """The actions for one *observation* (live stream → items). For a control loop :meth:`open` a live request."""
+        with self.open(list(observation), text, files, model=model, **knobs) as live:
+            live.push(observation)
+            live.end()
+            return np.concatenate(only(live.result().arrays or None, "actions"))
+
+    # --- about the server --------------------------------------------------------------------------------------------
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that the server has: ``id``, ``abilities``, ``modalities``, ``knobs``…"""
+        found: list[dict[str, Any]] = self._again(lambda: self._read(self._http.get("/v1/models")))["data"]
+        return found
+
+    def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        model: str | None = None,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+    ) -> list[int]:
+        """The tokens of *prompt* or of a chat."""
+        asked: dict[str, Any] = {"model": model or self.model, "prompt": prompt, "messages": messages}
+        asked |= {"add_special_tokens": add_special_tokens, "add_generation_prompt": add_generation_prompt}
+        tokens: list[int] = self._post("/tokenize", json_content(asked))["tokens"]
+        return tokens
+
+    def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        """The text of *tokens*, special ones included."""
+        asked = {"model": model or self.model, "tokens": list(tokens)}
+        return str(self._post("/detokenize", json_content(asked))["prompt"])
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _only_model(self) -> str:
+        names = [model["id"] for model in self.models()]
+        if len(names) != 1:
+            message = f"'model' is required: the server has {', '.join(names) or 'no model'}"
+            raise RequestError(message, param="model", code="missing_required_parameter")
+        return str(names[0])
+
+    def _post(self, path: str, content: dict[str, Any]) -> Any:
+        return self._again(lambda: self._read(self._http.post(path, **content)))
+
+    def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
+        """A response whose body has not been read."""
+
+        def attempt() -> httpx.Response:
+            response = self._http.send(self._http.build_request("POST", path, **content), stream=True)
+            if response.status_code >= 400:
+                try:
+                    response.read()
+                    self._read(response)
+                finally:
+                    response.close()
+            return response
+
+        return self._again(attempt)
+
+    def _read(self, response: httpx.Response) -> Any:
+        if response.status_code >= 400:
+            raise error_of(response.status_code, response.headers, response.content)
+        return response.json()
+
+    def _again(self, attempt: Callable[[], T]) -> T:
+        number = 0
+        while True:
+            try:
+                return attempt()
+            except (RequestError, httpx.TransportError) as raised:
+                error = raised if isinstance(raised, RequestError) else self._fault(raised)
+            wait = self._wait(error, number)
+            if wait is None:
+                raise error from None
+            time.sleep(wait)
+            number += 1
+
+    def _chat_pieces(self, response: httpx.Response) -> Iterator[str]:
+        try:
+            with contextlib.closing(response):
+                for line in response.iter_lines():
+                    if piece := sse_text(line):
+                        yield piece
+        except httpx.TransportError as error:
+            raise self._fault(error) from None
+
+
+class Stream(Ending):
+    """An answer as it is made: iterate it for its deltas. Leaving it early (:meth:`close`, or the end of a ``with``)
+    cancels the request.
+
+    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
+    """
+
+    def __init__(self, url: str, response: httpx.Response, fault: Callable[[httpx.TransportError], RequestError]):
+        super().__init__()
+        self._url, self._response, self._fault = url, response, fault
+        self._deltas = self._read()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._deltas
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def _read(self) -> Iterator[Delta]:
+        try:
+            with contextlib.closing(self._response):
+                for line in self._response.iter_lines():
+                    if line and (delta := self.read(json.loads(line))) is not None:
+                        yield delta
+        except httpx.TransportError as error:
+            raise self._fault(error) from None
+        if self.finish_reason is None:
+            raise broken_off(self._url, "there was no last line")
+
+    def result(self) -> Result:
+        """All that was not taken yet, joined."""
+        deltas = list(self)
+        return Result.of(deltas, self.finish_reason or "", self.usage)
+
+    def close(self) -> None:
+        self._response.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Live:
+    """A live request: :meth:`push` what it shall hear, iterate it for what it says. One thread may push while another
+    iterates, but not with ``max_in_flight``, which makes pushing read. Closing it (the end of a ``with``)
+    cancels what still runs.
+
+    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
+    """
+
+    def __init__(self, client: Client, talk: Conversation, opening: bytes, max_in_flight: int | None):
+        self._url, self._talk, self._most = client.url, talk, max_in_flight
+        self._inbox: deque[Heard] = deque()
+        self._stack = contextlib.ExitStack()
+        try:
+            self._socket = self._stack.enter_context(connect(client._socket_url, **client._socket_options))
+        except InvalidStatus as error:
+            response = error.response
+            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
+        except (OSError, WebSocketException) as error:
+            raise unreachable(client.url, error) from None
+        self._send(opening)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._talk.finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        return self._talk.usage
+
+    def push(self, stream: str | Observation, items: Items = None) -> int:
+        """Send *items* of *stream*, or an observation (stream → items): arrays ``[n, *item shape]`` or texts.
+
+        Returns its number: 0, 1, 2…, which :attr:`Heard.seq` refers to. With ``max_in_flight`` it may wait for answers,
+        which are kept for whoever iterates.
+        """
+        while self._most is not None and self._talk.in_flight >= self._most and not self._talk.ended:
+            if (heard := self._receive()) is not None:
+                self._inbox.append(heard)
+        frame, seq = self._talk.append(self._talk.observation(stream, items))
+        self._send(frame)
+        return seq
+
+    def end(self, stream: str | None = None) -> None:
+        """Nothing more will come on *stream*, or on any."""
+        self._send(self._talk.end(stream))
+
+    def act(self, observation: Items | Observation) -> np.ndarray[Any, Any]:
+        """Push *observation* (of the only live stream, or stream → items) and wait for its actions. What answers to
+        older observations is dropped."""
+        seq = self.push(self._talk.alone(observation))
+        for heard in self:
+            if isinstance(heard.delta, ArrayDelta) and heard.seq is not None and heard.seq >= seq:
+                return np.asarray(heard.delta.data)
+        return only(None, "actions")
+
+    def __iter__(self) -> Iterator[Heard]:
+        return self
+
+    def __next__(self) -> Heard:
+        if self._inbox:
+            return self._inbox.popleft()
+        heard = None if self._talk.ended else self._receive()
+        if heard is None:
+            raise StopIteration
+        return heard
+
+    def result(self) -> Result:
+        """All that was not taken yet, up to the end, joined. End the input first."""
+        deltas = [heard.delta for heard in self]
+        return Result.of(deltas, self.finish_reason or "", self.usage)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self._socket.send(frame)
+        except ConnectionClosed as error:
+            raise broken_off(self._url, str(error)) from None
+
+    def _receive(self) -> Heard | None:
+        """The next delta; ``None`` at the end."""
+        while not self._talk.ended:
+            try:
+                frame = self._socket.recv()
+            except ConnectionClosed as error:
+                raise broken_off(self._url, str(error)) from None
+            if (heard := self._talk.receive(frame)) is not None:
+                return heard
+        return None

@@ -1,0 +1,93 @@
+"""A request's calls and the routes that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mstar.graph.program import CallOp, ForkOp, LoopOp, Op
+from mstar.graph.streams import Heard
+from mstar.graph.values import Ref
+from mstar.nn.model import Outcome, Run
+
+if TYPE_CHECKING:
+    from mstar.graph.run import RequestRun
+
+__all__ = ["CallRun", "Partition", "Route"]
+
+Route = Generator[Run, Outcome, None]
+
+
+class CallRun:
+    """One call of one request that is ready to run, or partly run.
+
+    :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
+        earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
+    :ivar item: the scheduler's, once it has been told. :ivar flight: the step that runs it, as its row :attr:`index`.
+    :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from.
+    """
+
+    __slots__ = (
+        *("chunks", "done", "dropped", "flight", "heard", "index", "inputs", "item"),
+        *("length", "op", "partial", "partition", "run"),
+    )
+
+    def __init__(self, run: RequestRun, partition: Partition, op: CallOp, inputs: dict[str, Any], length: int):
+        self.run, self.partition, self.op, self.inputs, self.length = run, partition, op, inputs, length
+        self.done = self.chunks = 0
+        self.partial: dict[str, list[Tensor]] | None = None
+        self.item: Any = None
+        self.flight: Any = None
+        self.index, self.dropped = 0, False
+        self.heard = partition.heard
+
+    @property
+    def remaining(self) -> int:
+        return self.length - self.done
+
+    @property
+    def decode(self) -> bool:
+        """Whether the call belongs to a loop that is under way: its request waits for little and holds much."""
+        return bool(self.op.loops)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Calls of one group may share a step."""
+        op = self.op
+        if not op.varying:
+            return op.group
+        shapes = tuple(tuple(v.tensor().shape) for v in (self.inputs[p] for p in op.shaped) if isinstance(v, Ref))
+        return (*op.group, shapes, tuple(p for p in op.optional if self.inputs.get(p) is not None))
+
+
+class Partition:
+    """A route in progress: the current walk's program, its loop counters and joins. *ahead*: a foreseen call."""
+
+    __slots__ = (
+        "ahead",
+        "finished",
+        "heard",
+        "joins",
+        "loops",
+        "name",
+        "program",
+        "reason",
+        "route",
+        "signals",
+        "walk",
+        "walks",
+    )
+
+    def __init__(self, name: str, walks: tuple[str, ...], route: Route):
+        self.name, self.walks, self.route = name, walks, route
+        self.walk = ""
+        self.program: list[Op] = []
+        self.loops: dict[LoopOp, int] = {}
+        self.joins: dict[ForkOp, int] = {}
+        self.signals: tuple[str, ...] = ()
+        self.reason = "done"
+        self.finished = False
+        self.ahead: CallRun | None = None
+        self.heard: Heard = {}

@@ -1,0 +1,121 @@
+"""Look-ahead: which steps a worker launches before it knows that they are to be.
+
+While a step runs, the calls that will follow its calls unless a loop ends are foreseen
+(:class:`mstar.graph.foresight.Foresight`) and offered to the scheduler, or, while nothing else wants to run, kept as
+the *cohort*: the next step, without asking anybody. Where a loop ended after all, the call that should not have been is
+dropped: its launch is retracted from the resources, or it never starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mstar.engine.engine import Engine, Flight
+from mstar.engine.step import Work
+from mstar.graph.calls import CallRun
+from mstar.graph.program import CallOp
+from mstar.graph.run import RequestRun
+from mstar.scheduler.base import Scheduler
+from mstar.spec.deployment import Deployment
+from mstar.worker.live import Live
+
+__all__ = ["LookAhead", "looks_ahead"]
+
+
+def looks_ahead(deployment: Deployment, device: torch.device) -> bool:
+    """Whether a worker launches a step before the one before has landed: as the deployment says, else on a GPU."""
+    ahead = deployment.engine.lookahead
+    return device.type == "cuda" if ahead is None else ahead
+
+
+class LookAhead:
+    """What a worker has foreseen.
+
+    :param offer: tells the scheduler of a ready call. :param live_of: a call's request, ``None`` if it has ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        offer: Callable[[CallRun, float], None],
+        live_of: Callable[[CallRun], Live | None],
+    ):
+        self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
+        self._foreseeable: dict[CallOp, bool] = {}
+        self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
+
+    def next_work(self, now: float) -> list[Work]:
+        """What the next step runs. While the calls of one step all follow those of the step before, and nobody else has
+        anything to run, the scheduler has nothing to choose and is not asked."""
+        cohort, self._cohort = self._cohort, []
+        if cohort and not self._scheduler.idle:
+            for call in cohort:
+                self._offer(call, now)
+            cohort = []
+        batch = self._scheduler.next(now)
+        if batch is not None:
+            return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
+        return [Work(call, 0, 1, True) for call in cohort]
+
+    def foresee(self, flights: Sequence[Flight]) -> None:
+        """Make ready what will follow the calls of *flights*, which still run."""
+        for flight in flights:
+            self._foresee(flight, len(flights) == 1)
+
+    def _foresee(self, flight: Flight, alone: bool) -> None:
+        if flight.outcome is None:
+            return
+        foreseen, all_again = [], alone
+        for w, result in zip(flight.work, flight.outcome.results, strict=True):
+            call = w.call
+            if self._live_of(call) is None or result.outputs is None or call.dropped:
+                all_again &= result.outputs is not None
+                continue
+            ahead = call.run.foresight.foresee(call, result.outputs, self._may)
+            if ahead is None:
+                continue
+            foreseen.append(ahead)
+            all_again = all_again and ahead.op is call.op and ahead.length == 1 and not call.op.varying
+        if all_again and self._scheduler.idle:
+            self._cohort = foreseen
+            return
+        now = time.monotonic()
+        for ahead in foreseen:
+            self._offer(ahead, now)
+
+    def _may(self, op: CallOp) -> bool:
+        """Whether a launch of *op* can be retracted."""
+        may = self._foreseeable.get(op)
+        if may is None:
+            resources = self._engine.resources
+            may = self._foreseeable[op] = all(resources[name].speculates for name in op.entry.resources)
+        return may
+
+    def drop(self, call: CallRun) -> None:
+        """*call* was foreseen and is not to be."""
+        call.dropped = True
+        if call.flight is not None:
+            if call.flight.failure is None:
+                self._engine.retract(call.flight, call.index)
+                self._engine.trace.retracted(call.flight, call.run.request.id)
+        elif call.item is not None:
+            self._scheduler.drop(call.item)
+        else:
+            self._cohort.remove(call)
+
+    def forget(self, run: RequestRun) -> None:
+        """*run* has ended."""
+        if self._cohort:
+            self._cohort = [call for call in self._cohort if call.run is not run]
+
+    def clear(self) -> None:
+        self._cohort.clear()
+
+
+def _work(call: CallRun, tokens: int) -> Work:
+    tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
+    return Work(call, call.done, tokens, call.done + tokens >= call.length)

@@ -1,0 +1,67 @@
+"""Prompts whose head need not be computed: known to all resources already, or computed by a sibling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mstar.graph.calls import CallRun
+from mstar.graph.program import Plan
+from mstar.resources.base import Owner, Resource
+from mstar.worker.live import Live
+
+__all__ = ["PromptSharing"]
+
+
+class PromptSharing:
+    """A request that names a sibling starts when the sibling's prompt is computed, and takes it over.
+
+    :param live: requests by id. :param owner_of: whose state a call uses in a resource. :param start: begins a
+        request's routes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        resources: Mapping[str, Resource],
+        live: Mapping[str, Live],
+        owner_of: Callable[[Live, str, CallRun], Owner],
+        start: Callable[[Live], None],
+    ):
+        self._resources, self._live, self._owner_of, self._start = resources, live, owner_of, start
+        self._possible = any(entry.prefix for node in plan.graph.nodes for entry in node.entries)
+
+    def waits(self, live: Live) -> bool:
+        """Whether *live* is to start later, when its sibling's prompt is computed."""
+        parent = self._sibling(live)
+        if not self._possible or parent is None or parent.started is None or not parent.fresh:
+            return False
+        parent.siblings.append(live)
+        return True
+
+    def reuse(self, live: Live, call: CallRun) -> None:
+        """Let the call skip the head of its tokens that all of its resources already hold."""
+        ref = call.inputs[call.op.primary or ""]
+        ids = ref.to_host() if not ref.row else [ref.to_host()]
+        sibling = self._sibling(live)
+        shares = []
+        for name in call.op.entry.resources:
+            parent = None if sibling is None else self._owner_of(sibling, name, call)
+            shares.append((self._resources[name], self._owner_of(live, name, call), parent))
+        hits = [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]
+        skipped = min(hits, default=0)
+        if skipped <= 0:
+            return
+        for resource, owner, parent in shares:
+            resource.skip(owner, ids[:skipped], parent)
+        call.done = live.cached = skipped
+
+    def computed(self, live: Live) -> None:
+        """The prompt is computed (or never will be): siblings may go on."""
+        live.fresh = False
+        siblings, live.siblings = live.siblings, []
+        for sibling in siblings:
+            if sibling.request.id in self._live:
+                self._start(sibling)
+
+    def _sibling(self, live: Live) -> Live | None:
+        return self._live.get(live.request.sibling_of or "")
