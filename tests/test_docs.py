@@ -62,7 +62,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_index_links_every_page() -> None:
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    pages = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} - {"README.md"}
     assert len(pages) > 10
     assert [page for page in sorted(pages) if f"]({page})" not in text] == []
 

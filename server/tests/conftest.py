@@ -25,7 +25,7 @@ from mstar.spec.knobs import SamplingKnobs
 from mstar.spec.model import Licence, ModelSpec
 from mstar.spec.processor import ArrayDelta, Delta, TextDelta, Voice
 from mstar.spec.request import Usage
-from mstar.spec.tasks import SpeechTask, Task
+from mstar.spec.tasks import SpeechTask, Task, TranscriptionTask
 from mstar_server.app import create_app
 from mstar_server.options import ServerOptions
 from mstar_server.run import bind, serve_async
@@ -53,8 +53,8 @@ def make_spec(**changes: Any) -> ModelSpec:
 
 
 class Tokens:
-    """The part of a processor that the server uses: how a token is spelled, which voices there are, what a long text is
-    cut into."""
+    """The part of a processor that the server uses: how a token is spelled, which voices there are, what a long text or
+    a long clip is cut into."""
 
     def voices(self) -> Sequence[Voice]:
         return (Voice("ann"), Voice("bob", "Bob", "en", "male"))
@@ -67,6 +67,12 @@ class Tokens:
 
     def token_bytes(self, token: int) -> bytes:
         return {1: b"Hel", 2: b"lo", 3: "é".encode()[:1]}.get(token, b"?")
+
+    def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
+        return (task,)
+
+    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
+        return None
 
 
 class ScriptedAnswer:

@@ -54,6 +54,9 @@ class ServerOptions:
         message four times as large closes the socket (1009).
     :param max_socket_requests: requests in flight on one socket.
     :param max_socket_appends: messages that may wait for one live request of a socket.
+    :param max_realtime_audio_s: seconds of audio that a session of ``/v1/realtime`` holds: in its buffer, and in its
+        conversation. :param max_realtime_items: items of its conversation.
+    :param realtime_idle_s: a session in which nothing is sent and nothing runs for so long is closed.
     :param max_images: largest ``n`` of a request for pictures.
     :param state_dir: where the server keeps what outlives it: stored responses, uploaded voices and videos. ``None``:
         responses and voices in memory, videos in a temporary folder.
@@ -115,6 +118,9 @@ class ServerOptions:
     max_socket_message_bytes: int = 16 * MIB
     max_socket_requests: int = 256
     max_socket_appends: int = 256
+    max_realtime_audio_s: float = 900.0
+    max_realtime_items: int = 2000
+    realtime_idle_s: float = 600.0
     max_images: int = 10
     state_dir: Path | None = None
     max_videos: int = 1000

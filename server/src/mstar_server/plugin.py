@@ -19,6 +19,8 @@ _ADAPTERS = {
     "image_edit": "mstar_server.openai.image_request:ImageAdapter",
     "video": "mstar_server.openai.video_request:VideoAdapter",
     "speech": "mstar_server.openai.speech_request:SpeechAdapter",
+    "transcription": "mstar_server.openai.transcription_request:TranscriptionAdapter",
+    "translation": "mstar_server.openai.transcription_request:TranscriptionAdapter",
 }
 
 
@@ -32,6 +34,8 @@ _ROUTES = (
     "embeddings",
     "speech",
     "voices",
+    "transcriptions",
+    "realtime",
     "images",
     "videos",
     "tokens",

@@ -12,7 +12,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.request import Done, Emit, EngineRequest, Push, TokenLogprob
-from mstar.spec.tasks import ChatTask, CompletionTask, Part, SpeechTask, Task
+from mstar.spec.tasks import ChatTask, CompletionTask, Part, SpeechTask, Task, TranscriptionTask
 
 __all__ = [
     "ArrayDelta",
@@ -275,6 +275,19 @@ class Processor(abc.ABC):
         """*task* as tasks whose sounds, one after the other, are its answer; each is a request of its own. For models
         that speak a few sentences well and a page badly (:func:`mstar.processing.sentences.sentence_pieces`)."""
         return (task,)
+
+    def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
+        """*task* in windows that are heard one by one, at once, and joined: for clips longer than the model can hear.
+
+        Each is *task* with its part of the audio and its ``offset``; they follow each other without a gap.
+        :func:`mstar.processing.speech.windows.cut` makes them. The default hears the clip whole.
+        """
+        return (task,)
+
+    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
+        """What of a window is to be heard again, its answer having ended *heard_s* seconds after the window's start; as
+        :func:`mstar.processing.speech.windows.rest_of` finds it. Asked only where segments tell times."""
+        return None
 
     def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
         """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.

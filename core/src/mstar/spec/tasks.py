@@ -95,7 +95,9 @@ class Task:
         processor. :param format_param: the client's field that it comes from, which errors name.
     :param tenant: whose request it is: tenants share the rows, and neither prompts' heads nor sessions.
     :param timeout: seconds that it may take from now on, within what the deployment allows.
-    :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began.
+    :param live: client streams that stay open for :class:`~mstar.spec.request.Push` after the request began. On
+        ``/v1/realtime`` it is ``("audio",)``: what the client says comes as :class:`Audio` parts on that stream, which
+        :meth:`~mstar.spec.processor.Processor.push` turns into items of the graph's own stream.
     """
 
     knobs: Any
@@ -206,6 +208,7 @@ class TranscriptionTask(Task):
     :param language: code of the spoken language (``en``); ``None``: to be found out.
     :param translate: write English, whatever was spoken. :param prompt: what was said or is to be spelled so.
     :param timestamps: which times the client wants.
+    :param offset: of a window: where in the client's clip it begins, in seconds.
     """
 
     audio: Audio | None
@@ -213,6 +216,7 @@ class TranscriptionTask(Task):
     translate: bool = False
     prompt: str = ""
     timestamps: tuple[Literal["segment", "word"], ...] = ()
+    offset: float = 0.0
 
     @property
     def media(self) -> tuple[Part, ...]:

@@ -24,11 +24,12 @@ from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
+from mstar.spec.tasks import Audio
 from mstar.testing.conformance import http_pictures
 from mstar.testing.conformance.http_pictures import picture_body
 from mstar.testing.conformance.knob_values import bad_values
 from mstar.testing.conformance.subject import Subject, fail
-from mstar.testing.conformance.uploads import chat_content, files, unsendable
+from mstar.testing.conformance.uploads import chat_content, files, unsendable, wav_file
 from mstar.testing.examples import Example, draw_examples
 
 __all__ = ["HttpChecks"]
@@ -243,8 +244,61 @@ def _speech(server: _Server, route: str, example: Example) -> None:
     server.check_refused(route, {**body, "voice": "no such voice"}, "voice", "a voice that there is not")
 
 
+def _transcription(server: _Server, route: str, example: Example) -> None:
+    """Any clip will do: the sample request's, or a second of soft noise."""
+    part = next((part for part in example.parts if isinstance(part, Audio)), None)
+    if part is None:
+        part = Audio(np.random.default_rng(83).normal(0, 0.01, 16_000).astype(np.float32), 16_000)
+    fields = {"model": server.spec.key}
+    for name, value in example.knobs.items():
+        if name in server.spec.knobs.model_fields and value is not None:
+            fields[name] = value if isinstance(value, str) else json.dumps(value)
+
+    def ask(**more: str) -> Any:
+        answer = server.client.post(route, data={**fields, **more}, files={"file": wav_file(part)})
+        if answer.status_code != 200:
+            fail(f"{server.spec.key!r}: POST {route} was answered {answer.status_code}: {answer.text}")
+        return answer
+
+    text = ask().json()["text"]
+    verbose = ask(response_format="verbose_json").json()
+    _check_same_text(server.spec, route, verbose["text"], text)
+    times = [time for segment in verbose["segments"] for time in (segment["start"], segment["end"])]
+    if times != sorted(times) or any(not 0 <= time <= verbose["duration"] for time in times):
+        fail(f"{server.spec.key!r}: POST {route} gives segments whose times are out of order or of the clip: {times}")
+    if not ask(response_format="vtt").text.startswith("WEBVTT"):
+        fail(f"{server.spec.key!r}: POST {route} gives no WebVTT for response_format=vtt")
+    if route.endswith("/translations"):
+        return  # whole only
+    events = [line[6:] for line in ask(stream="true").text.splitlines() if line.startswith("data: {")]
+    said = [json.loads(event) for event in events]
+    if [event["type"] for event in said].count("transcript.text.done") != 1:
+        fail(f"{server.spec.key!r}: the stream of POST {route} does not end with one transcript.text.done: {said[-1:]}")
+    deltas = "".join(event["delta"] for event in said if event["type"] == "transcript.text.delta")
+    _check_same_text(server.spec, route, text, deltas)
+
+
+def _realtime(server: _Server, route: str, example: Example) -> None:
+    """A tenth of a second of soft noise, committed: the model's answer to it, or its transcript, ends."""
+    noise = np.random.default_rng(84).normal(0, 0.01, 2400)
+    audio = base64.b64encode((noise * 32767).astype("<i2").tobytes()).decode()
+    events: list[dict[str, Any]] = []
+    ends = ("response.done", "conversation.item.input_audio_transcription.completed", "error")
+    # The test client ends the application's task by cancelling it, and reports that as an error of its own.
+    with suppress(CancelledError), server.client.websocket_connect(f"{route}?model={server.spec.key}") as socket:
+        socket.send_json({"type": "session.update", "session": {"audio": {"input": {"turn_detection": None}}}})
+        socket.send_json({"type": "input_audio_buffer.append", "audio": audio})
+        socket.send_json({"type": "input_audio_buffer.commit"})
+        while not events or events[-1]["type"] not in ends:
+            events.append(socket.receive_json())
+    last = events[-1]
+    if last["type"] == "error" or last.get("response", {}).get("status") not in (None, "completed", "incomplete"):
+        fail(f"{server.spec.key!r}: a session on {route} ended with {last}")
+
+
 _BODIES = {"generate": _generate_body, "chat": _chat_body, "image": picture_body, "video": picture_body}
 _ROUND_TRIPS = {
+    "realtime": _realtime,
     "generate": _generate,
     "chat": _chat,
     "completion": _completion,
@@ -253,6 +307,8 @@ _ROUND_TRIPS = {
     "image_edit": http_pictures.edit,
     "video": http_pictures.video,
     "speech": _speech,
+    "transcription": _transcription,
+    "translation": _transcription,
 }
 
 

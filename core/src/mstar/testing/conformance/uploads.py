@@ -13,7 +13,7 @@ import numpy as np
 
 from mstar.spec.tasks import Audio, File, Image, Part, Text
 
-__all__ = ["chat_content", "files", "unsendable"]
+__all__ = ["chat_content", "files", "unsendable", "wav_file"]
 
 
 def unsendable(parts: Sequence[Part]) -> str:
@@ -56,15 +56,21 @@ def _encode(part: Part) -> tuple[str, str, bytes]:
         Pillow.fromarray(part.pixels).save(image, "PNG")
         return "sample.png", "image/png", image.getvalue()
     if isinstance(part, Audio):
-        sound = io.BytesIO()
-        with wave.open(sound, "wb") as writer:
-            writer.setnchannels(1)
-            writer.setsampwidth(2)
-            writer.setframerate(part.rate)
-            writer.writeframes((np.clip(part.samples, -1, 1) * 32767).astype("<i2").tobytes())
-        return "sample.wav", "audio/wav", sound.getvalue()
+        name, data, media_type = wav_file(part)
+        return name, media_type, data
     if isinstance(part, File):
         return part.name, part.media_type, part.data
     if isinstance(part, Text):
         return "sample.txt", "text/plain", part.text.encode()
     raise TypeError(f"{type(part).__name__} cannot be sent")
+
+
+def wav_file(audio: Audio) -> tuple[str, bytes, str]:
+    """*audio* as a file of a form: name, bytes, media type."""
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(audio.rate)
+        writer.writeframes((np.clip(audio.samples, -1, 1) * 32767).astype("<i2").tobytes())
+    return "sample.wav", sound.getvalue(), "audio/wav"

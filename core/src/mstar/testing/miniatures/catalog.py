@@ -30,6 +30,8 @@ SOUND = 1000  # samples that go with each of them
 FLICKER = 16  # how much brighter each frame is than the last
 LOUDNESS = 1 / 512  # of speech and of chats with sound, so that no sample leaves -1…1
 PIECE = 24  # characters that the speaking miniature takes at once
+HUSH = VOCAB  # the label of silence
+LABEL_S = 0.02  # seconds a label
 
 
 Size = tuple[int, int]  # width and height
@@ -70,6 +72,15 @@ def planner_answer(ids: list[int]) -> list[int]:
 def ctc_answer(frames: np.ndarray) -> list[int]:
     padded = np.append(frames, frames[-1]) if len(frames) % 2 else frames
     return [int(v) for v in np.rint(padded.reshape(-1, 2).mean(1))]
+
+
+def spoken(text: str, rate: int = 8000, pause_s: float = 0.5) -> np.ndarray:
+    """float32 samples in which *mini_ctc* hears *text*: a level a character, 20 ms each; a line break is a pause."""
+    size, levels = round(LABEL_S * rate), []
+    for char in text:
+        level = 0.0 if char == "\n" else (encode(char)[0] + 1) / (2 * VOCAB)
+        levels.append(np.full(round(pause_s * rate) if char == "\n" else size, level, dtype=np.float32))
+    return np.concatenate(levels)
 
 
 def embed_answer(ids: list[int]) -> np.ndarray:
@@ -192,6 +203,10 @@ class RolloutKnobs(MiniKnobs):
 class UnifiedKnobs(MiniKnobs):
     steps: int = Field(2, ge=1, le=16, description="Refinements of the canvas.")
     points: int = Field(3, ge=1, le=9, description="Points of the canvas.")
+
+
+class CtcKnobs(MiniKnobs):
+    window_seconds: float | None = Field(None, gt=0, le=40, description="Longest clip and window, in seconds.")
 
 
 def latent_for(text: str, size: Size, seed: int = 0, images: Sequence[np.ndarray] = ()) -> np.ndarray:
@@ -343,7 +358,9 @@ MINIATURES = (
         _TEXT,
         _plain_example,
         lambda e: {"text": decode(ctc_answer(frames_for(e.text)))},
-        prepare=_PROCESSORS + "FramesProcessor",
+        knobs=CtcKnobs,
+        abilities=("generate", "transcription", "translation"),
+        prepare="mstar.testing.miniatures.hearing:HearingProcessor",
     ),
     Miniature(
         "mini_embed",
@@ -392,7 +409,8 @@ MINIATURES = (
         lambda rng: _appends(rng, "audio_in", (), 11),
         lambda e: duplex_answer(joined(e)),
         feeds=(LiveInput("audio_in", "audio", rate=RATE, description="What the model hears."),),
-        prepare=_PROCESSORS + "LiveProcessor",
+        abilities=("generate", "realtime"),
+        prepare=_PROCESSORS + "DuplexProcessor",
     ),
     Miniature(
         "mini_hybrid",

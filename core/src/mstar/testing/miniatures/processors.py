@@ -11,14 +11,13 @@ import numpy as np
 from mstar.processing.sentences import sentence_pieces
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import Delta, FramesDelta, Prepared, Renderer, Voice
-from mstar.spec.request import Emit
-from mstar.spec.tasks import ChatTask, ImageTask, SpeechTask, Task, VideoTask
+from mstar.spec.request import Emit, Push
+from mstar.spec.tasks import Audio, ChatTask, ImageTask, SpeechTask, Task, VideoTask
 from mstar.testing.miniatures.catalog import (
     LOUDNESS,
     PIECE,
     VIDEO_SIZE,
     canvas_for,
-    frames_for,
     latent_for,
     picture_of,
     pictures,
@@ -28,7 +27,7 @@ from mstar.testing.miniatures.common import MiniProcessor, MiniRenderer, encode,
 
 __all__ = [
     "DenoiseProcessor",
-    "FramesProcessor",
+    "DuplexProcessor",
     "IdFramesProcessor",
     "LiveProcessor",
     "Seq2SeqProcessor",
@@ -44,12 +43,6 @@ class Seq2SeqProcessor(MiniProcessor):
         return {**super().inputs(task), "start": np.zeros(1, dtype=np.int64)}
 
 
-class FramesProcessor(MiniProcessor):
-    def inputs(self, task: Task) -> dict[str, Any]:
-        super().inputs(task)  # refuses empty text
-        return {"frames": frames_for(text_of(task))}
-
-
 class IdFramesProcessor(MiniProcessor):
     def inputs(self, task: Task) -> dict[str, Any]:
         return {"frames": super().inputs(task)["prompt"].astype(np.float32)}
@@ -60,6 +53,20 @@ class LiveProcessor(MiniProcessor):
 
     def inputs(self, task: Task) -> dict[str, Any]:
         return {}
+
+
+class DuplexProcessor(LiveProcessor):
+    """A talk's audio, which arrives on the stream ``audio`` at any rate, is heard sample by sample."""
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        live = tuple("audio_in" if name == "audio" else name for name in task.live)
+        return super().prepare(replace(task, live=live), request_id)
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        if stream == "audio":
+            samples = np.asarray(part.samples, np.float32) if isinstance(part, Audio) else part
+            return Push(id=request_id, stream="audio_in", data=samples, end=end)
+        return super().push(stream, part, request_id, end)
 
 
 class DenoiseProcessor(MiniProcessor):

@@ -1,0 +1,163 @@
+"""A clip's windows, heard at once by one model and told in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from mstar.processing.speech.transcript import Segment, TranscriptBuilder
+from mstar.runtime.family import family_code
+from mstar.spec.errors import TooBusy
+from mstar.spec.processor import Processor, SegmentDelta, TextDelta
+from mstar.spec.request import TokenLogprob
+from mstar.spec.tasks import TranscriptionTask
+from mstar_server.answers import QUEUED_DELTAS, cancel, start
+from mstar_server.protocols import Answer, Service
+
+__all__ = ["WindowRun", "heard"]
+
+AT_ONCE = 8
+"""Windows of one clip that are with the model at the same time."""
+
+_RETRIES = 60
+_LONGEST_WAIT_S = 2.0
+_RESTS = 3
+
+
+class _End:
+    """A window's answer has ended."""
+
+    def __init__(self, answer: Answer):
+        self.answer = answer
+
+
+class WindowRun:
+    """Runs *tasks*, the windows of one clip, a few at a time. Iterate it for what they say, window after window: each
+    begins with its task, then come its deltas, then its :class:`_End`.
+
+    The first window is refused as any request is. Later ones wait when the model is too busy for them: a clip that is
+    half told is worth waiting for. Close it when done: what still runs is cancelled.
+
+    :ivar prompt_tokens: and *completion_tokens*: of the windows that have ended.
+    """
+
+    def __init__(self, service: Service, processor: Processor, tasks: Sequence[TranscriptionTask], request_id: str):
+        most = service.limits.get("max_concurrent_requests") or AT_ONCE
+        self._service, self._processor, self._id = service, processor, request_id
+        self._turns = asyncio.Semaphore(max(1, min(AT_ONCE, most)))
+        self._queues = [asyncio.Queue[Any](QUEUED_DELTAS) for _ in tasks]
+        self._running: set[Answer] = set()
+        self._head: deque[Any] = deque()
+        self.prompt_tokens = self.completion_tokens = 0
+        self._pumps = [asyncio.ensure_future(self._pump(i, task)) for i, task in enumerate(tasks)]
+
+    async def begin(self, seconds: float) -> None:
+        """Wait until the first window has said something, at most *seconds*; raises its error if it failed."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self._queues and len(self._head) < 2:
+                    item = await self._queues[0].get()
+                    if isinstance(item, Exception):
+                        raise item
+                    self._head.append(item)
+        except TimeoutError:
+            return
+
+    async def next(self, number: int, seconds: float | None = None) -> Any:
+        """What window *number* says next; ``None`` at its end. Raises :class:`TimeoutError` after a silence of
+        *seconds*, and the window's error."""
+        if number == 0 and self._head:
+            item = self._head.popleft()
+        else:
+            async with asyncio.timeout(seconds):
+                item = await self._queues[number].get()
+        if isinstance(item, Exception):
+            raise item
+        if isinstance(item, _End):
+            self.prompt_tokens += item.answer.prompt_tokens
+            self.completion_tokens += item.answer.completion_tokens
+        return item
+
+    @property
+    def windows(self) -> int:
+        return len(self._queues)
+
+    def close(self) -> None:
+        """Cancel what has not ended. May be called more than once."""
+        for pump in self._pumps:
+            pump.cancel()
+        cancel(list(self._running))
+
+    async def _pump(self, number: int, task: TranscriptionTask) -> None:
+        put = self._queues[number].put
+        name = self._id if len(self._queues) == 1 else f"{self._id}-{number}"
+        try:
+            async with self._turns:
+                for again in range(_RESTS + 1):
+                    heard_s = await self._hear(number, task, f"{name}.{again}" if again else name)
+                    rest = None if heard_s is None else await self._rest(task, heard_s)
+                    if rest is None:
+                        break
+                    task = rest
+        except Exception as error:  # carried over to the reader, which raises it
+            await put(error)
+        else:
+            await put(None)
+
+    async def _rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
+        spec = self._service.spec
+        with family_code(f"{spec.key!r} could not find the rest of a window", spec.processor):
+            return await asyncio.to_thread(self._processor.rest, task, heard_s)
+
+    async def _hear(self, number: int, task: TranscriptionTask, name: str) -> float | None:
+        """Pass on what is said in *task*'s window; up to where, in seconds from its start, if its segments tell."""
+        put = self._queues[number].put
+        await put(task)
+        for attempt in range(_RETRIES + 1):
+            heard_s, silent = None, True
+            try:
+                (answer,) = await start(self._service, [task], name if not attempt else f"{name}~{attempt}")
+                self._running.add(answer)
+                try:
+                    async for delta in answer:
+                        silent = False
+                        if isinstance(delta, SegmentDelta):
+                            heard_s = delta.end
+                        await put(delta)
+                    await put(_End(answer))
+                finally:
+                    cancel([answer])
+                    self._running.discard(answer)
+            except TooBusy as error:
+                if number == 0 or not silent or attempt == _RETRIES:
+                    raise
+                await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT_S))
+            else:
+                return heard_s
+        raise AssertionError("the last attempt returns or raises")
+
+
+async def heard(
+    run: WindowRun, builder: TranscriptBuilder, silence_s: float | None = None
+) -> AsyncGenerator[tuple[str, Segment | None, tuple[TokenLogprob, ...]] | None, None]:
+    """What *run* says, joined by *builder*: new text, a segment that is complete, log-probabilities of the text's
+    tokens; ``None`` after each silence of *silence_s*."""
+    for number in range(run.windows):
+        while True:
+            try:
+                item = await run.next(number, silence_s)
+            except TimeoutError:
+                yield None
+                continue
+            if item is None:
+                break
+            if isinstance(item, TranscriptionTask):
+                assert item.audio is not None
+                builder.open(item.offset, item.offset + len(item.audio.samples) / item.audio.rate)
+            elif isinstance(item, _End):
+                yield "", builder.close(item.answer.finish_reason), ()
+            else:
+                text, segment = builder.feed(item)
+                yield text, segment, item.logprobs if isinstance(item, TextDelta) else ()

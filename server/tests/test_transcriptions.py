@@ -1,0 +1,220 @@
+"""Transcriptions where the model's part is played by a script: order, errors, log-probabilities, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from mstar.spec.errors import RequestError, TooBusy
+from mstar.spec.processor import SegmentDelta, TextDelta
+from mstar.spec.request import TokenLogprob
+from mstar.spec.tasks import Audio, TranscriptionTask
+
+RATE = 8000
+
+
+def clip(seconds: float = 4.0) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, np.full(int(seconds * RATE), 0.1), RATE, format="WAV")
+    return out.getvalue()
+
+
+def post(client: Any, data: bytes = b"", **fields: Any) -> Any:
+    return client.post("/v1/audio/transcriptions", data=fields, files={"file": ("a.wav", data or clip())})
+
+
+class InSeconds:
+    """A processor whose windows are a second long."""
+
+    def __init__(self, inner: Any, rests: Sequence[float] = ()):
+        self.token_bytes, self.rests, self.asked = inner.token_bytes, list(rests), list[float]()
+
+    def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
+        assert task.audio is not None
+        pieces = np.split(np.asarray(task.audio.samples), range(RATE, len(task.audio.samples), RATE))
+        return [replace(task, audio=Audio(p, RATE), offset=float(i)) for i, p in enumerate(pieces)]
+
+    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
+        self.asked.append(heard_s)
+        return replace(task, offset=task.offset + heard_s) if self.rests and self.rests.pop() else None
+
+
+def service(kit: Any, script: Any, **more: Any) -> Any:
+    made = kit.Service(script, abilities=("transcription", "translation"), **more)
+    made.processor = InSeconds(made.processor)
+    return made
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]" or '"error"' in lines[-1]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+async def test_windows_run_at_once_and_are_told_in_order(kit: Any) -> None:
+    gate = asyncio.Event()
+    tiny = service(kit, lambda n: [gate, TextDelta("first")] if n == 0 else [TextDelta(f"later{n}")])
+    async with kit.client(tiny) as client:
+        asked = asyncio.create_task(post(client, stream="true"))
+        while len(tiny.answers) < 4 or not all(a.finish_reason for a in tiny.answers[1:]):
+            await asyncio.sleep(0.01)
+        gate.set()
+        said = events((await asked).text)
+    assert [e["delta"] for e in said[:-1]] == ["first", " later1", " later2", " later3"]
+    assert (said[-1]["type"], said[-1]["text"]) == ("transcript.text.done", "first later1 later2 later3")
+    assert [task.offset for task in tiny.tasks] == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_no_more_windows_at_once_than_there_is_room_for(kit: Any) -> None:
+    gate = asyncio.Event()
+    tiny = service(kit, [gate, TextDelta("x")])
+    tiny.limits = {"max_concurrent_requests": 2}
+    async with kit.client(tiny) as client:
+        asked = asyncio.create_task(post(client))
+        while len(tiny.answers) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert len(tiny.answers) == 2
+        gate.set()
+        assert (await asked).json()["text"] == "x x x x"
+
+
+async def test_a_busy_model_refuses_the_first_window_and_keeps_later_ones_waiting(kit: Any) -> None:
+    busy = [TooBusy("full", retry_after=0.01)]
+    tiny = service(kit, lambda n: busy if n in (1, 2, 5) else [TextDelta(str(n))])
+    async with kit.client(tiny) as client:
+        assert len((await post(client)).json()["text"].split()) == 4
+        tiny.script = busy
+        reply = await post(client, stream="true")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full")
+
+
+async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> None:
+    wrong = RequestError("too odd", param="file")
+    tiny = service(kit, lambda n: [wrong] if n == 0 else [TextDelta("x")])
+    async with kit.client(tiny) as client:
+        for stream in ("false", "true"):
+            tiny.answers.clear()
+            reply = await post(client, stream=stream)
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "file")
+        tiny.answers.clear()
+        tiny.script = lambda n: [wrong] if n == 2 else [TextDelta("x")]
+        said = events((await post(client, stream="true")).text)
+        assert [e["type"] for e in said] == ["transcript.text.delta", "transcript.text.delta", "error"]
+        assert said[-1]["error"]["param"] == "file"
+        tiny.answers.clear()
+        assert (await post(client)).status_code == 400
+    assert all(answer.finish_reason for answer in tiny.answers if answer.said)
+
+
+async def test_the_end_of_a_window_that_the_model_left_out_is_heard_again(kit: Any) -> None:
+    """E18"""
+    scripts = [[TextDelta("one"), SegmentDelta(0.0, 0.4, "one")], [TextDelta("two"), SegmentDelta(0.0, 0.6, "two")]]
+    tiny = service(kit, lambda n: scripts[n] if n < 2 else [])
+    tiny.processor.rests = [False, True]
+    async with kit.client(tiny) as client:
+        body = (await post(client, clip(1.0), response_format="verbose_json")).json()
+    assert body["text"] == "one two"
+    assert [(s["start"], s["end"]) for s in body["segments"]] == [(0.0, 0.4), (0.4, 1.0)]
+    assert tiny.processor.asked == [0.4, 0.6]
+
+
+async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:
+    """E18"""
+    tiny = service(kit, [TextDelta("cut")])
+
+    async def cut_short(*arguments: Any, generate: Any = tiny.generate) -> Any:
+        answer = await generate(*arguments)
+        answer.reason = "length"
+        return answer
+
+    tiny.generate = cut_short
+    async with kit.client(tiny) as client:
+        assert (await post(client, clip(1.0))).json()["finish_reason"] == "length"
+        assert events((await post(client, clip(1.0), stream="true")).text)[-1]["finish_reason"] == "length"
+
+
+LOGPROBS = (TokenLogprob(token=1, logprob=-0.5), TokenLogprob(token=2, logprob=-1.5))
+
+
+async def test_log_probabilities(kit: Any) -> None:
+    tiny = service(kit, [TextDelta("Hel", (1,), LOGPROBS[:1]), TextDelta("lo", (2,), LOGPROBS[1:])])
+    expected = [
+        {"token": "Hel", "bytes": [72, 101, 108], "logprob": -0.5},
+        {"token": "lo", "bytes": [108, 111], "logprob": -1.5},
+    ]
+    async with kit.client(tiny) as client:
+        ask = {"include[]": "logprobs"}
+        assert (await post(client, clip(1.0), **ask)).json()["logprobs"] == expected
+        said = events((await post(client, clip(1.0), stream="true", **ask)).text)
+        assert [e["logprobs"] for e in said] == [expected[:1], expected[1:], expected]
+        assert tiny.tasks[0].logprobs == 0
+        assert "logprobs" not in (await post(client, clip(1.0))).json()
+
+
+async def test_fields_reach_the_task(kit: Any) -> None:
+    tiny = service(kit, [TextDelta("x")])
+    async with kit.client(tiny) as client:
+        await post(client, clip(1.0), language="de", prompt="Namen", steps="7", temperature="0.5", top_k="3")
+        reply = await post(client, clip(1.0), steps="51")
+        assert reply.json()["error"]["param"] == "steps"
+        await client.post("/v1/audio/translations", data={"prompt": "x"}, files={"file": ("a.wav", clip(1.0))})
+        streamed = await client.post(
+            "/v1/audio/translations", data={"stream": "true"}, files={"file": ("a.wav", clip(1.0))}
+        )
+        assert streamed.json()["error"]["param"] == "stream"
+    task, other = tiny.tasks
+    assert (task.language, task.prompt, task.translate) == ("de", "Namen", False)
+    assert (task.knobs.steps, task.knobs.temperature, task.knobs.top_k) == (7, 0.5, 3)
+    assert (other.translate, other.language) == (True, None)
+
+
+async def test_a_greedy_model_takes_no_other_temperature(kit: Any) -> None:
+    """E14"""
+    from mstar.spec.knobs import Knobs
+
+    tiny = service(kit, [TextDelta("x")], knobs=Knobs)
+    async with kit.client(tiny) as client:
+        assert (await post(client, clip(1.0), temperature="0")).status_code == 200
+        reply = await post(client, clip(1.0), temperature="0.7")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_client_that_leaves_ends_every_window(kit: Any, stream: str) -> None:
+    tiny = service(kit, lambda n: [TextDelta("x"), asyncio.Event()])
+    async with kit.server(tiny) as address:
+        import httpx
+
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as client:
+            asked = asyncio.create_task(post(client, stream=stream))
+            async with asyncio.timeout(30):
+                while len(tiny.answers) < 4:
+                    await asyncio.sleep(0.01)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            async with asyncio.timeout(10):
+                await asyncio.gather(*(answer.cancelled.wait() for answer in tiny.answers))
+    assert len(tiny.answers) == 4
+
+
+async def test_a_file_over_the_limit(kit: Any) -> None:
+    """E20"""
+    tiny = service(kit, [TextDelta("x")])
+    async with kit.client(tiny, max_file_bytes=20_000) as client:
+        reply = await post(client)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "file_too_large")
+        assert "20000" in reply.json()["error"]["message"]
+    async with kit.client(tiny, max_body_bytes=20_000) as client:
+        reply = await post(client)
+        assert reply.status_code == 413
+        assert "20000" in reply.json()["error"]["message"]
+    assert not tiny.tasks
