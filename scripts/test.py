@@ -29,7 +29,9 @@ def main():
     failed = [name for name, words in CHECKS if not _passes(python, name, words)]
     if failed:
         say("FAILED: %s. The tests run all the same; this run fails." % ", ".join(failed))
-    tests = subprocess.call([python, "-m", "pytest"] + sys.argv[1:], cwd=ROOT)
+    # Two processes, since most tests wait for a server, a worker or a compiler now and then. A file stays in one.
+    words = ["-n", "2", "--dist", "loadfile"] + sys.argv[1:]
+    tests = subprocess.call([python, "-m", "pytest"] + words, cwd=ROOT)
     return tests or (1 if failed else 0)
 
 

@@ -174,7 +174,12 @@ def test_the_check_tries_every_backend_and_fails_where_the_engine_is_wrong(
     found = check.check(job(checkpoints, "check"), {})
     assert found["verdict"] == "right"
     verdicts = {row["options"]["attention"]: row["verdict"] for row in found["rows"]}
-    assert verdicts == {"torch_sdpa": "right", "numba_cpu": "right", "flashinfer": "not usable"}
+    assert verdicts == {
+        "torch_sdpa": "right",
+        "numba_cpu": "right",
+        "flashinfer": "not usable",
+        "batch_invariant": "not usable",
+    }
     assert {row["options"]["lookahead"] for row in found["rows"]} == ({True, False})
     monkeypatch.setattr(check, "TOLERANCE", -1.0)
     monkeypatch.setattr(check, "LEAST_TOLERANCE", -1.0)

@@ -51,7 +51,7 @@ def test_turns_are_written_down(client: openai.OpenAI, server: Server) -> None:
                 talk.input_audio_buffer.append(audio=pcm(samples[start : start + 1000]))
             talk.input_audio_buffer.commit()
             for event in talk:
-                assert event.type != "error", event
+                assert event.type not in ("error", f"{TRANSCRIPT}.failed"), event
                 if event.type == f"{TRANSCRIPT}.completed":
                     assert event.transcript == text
                     break

@@ -100,7 +100,7 @@ def watching(engine: Engine) -> Iterator[Stopwatch]:
         watch.wrap(worker.engine.runner, "run", "run")
         watch.wrap(worker.engine, "launch", "launch, the rest")
         watch.wrap(worker.engine, "land", "land")
-        watch.wrap(importlib.import_module("mstar.graph.run").RequestRun, "foresee", "foresee")
+        watch.wrap(importlib.import_module("mstar.graph.foresight").Foresight, "foresee", "foresee")
         watch.wrap(importlib.import_module("mstar.graph.run").RequestRun, "complete", "route")
         watch.wrap(worker, "events", "events")
         watch.wrap(worker, "ack", "events")

@@ -420,7 +420,8 @@ class SamplerResource(SlotResource):
     # --- books --------------------------------------------------------------------------------------------------------
     def device_bytes(self) -> int:
         """On the CPU token counts grow with use, and are not counted."""
-        counts = 0 if self._device.type == "cpu" else self._histories.marks.nbytes
+        growing = self._histories.listed is not None
+        counts = 0 if growing else self._histories.marks.nbytes
         return self._table.floats.nbytes + self._table.top_k.nbytes + counts
 
     def check(self, owners: Sequence[Owner]) -> None:

@@ -39,6 +39,7 @@ from mstar.spec.tasks import (
     SpeechTask,
     Task,
     Text,
+    TranscriptionTask,
     VideoTask,
 )
 from mstar.testing.examples import Example
@@ -227,7 +228,7 @@ class MiniProcessor(Processor):
             tenant=task.tenant,
         )
         hidden = stop if grammar is not None else ()
-        return Prepared(request, prompt_tokens=len(encode(text_of(task))) if inputs else 0, state=hidden)
+        return Prepared(request, prompt_tokens=self.prompt_tokens(task) if inputs else 0, state=hidden)
 
     def _refuse_media(self, task: Task) -> None:
         takes = (Text, Image) if "image" in self.context.spec.inputs else (Text,)
@@ -237,6 +238,10 @@ class MiniProcessor(Processor):
         for where, part in parts:
             if not isinstance(part, takes):
                 raise RequestError(f"{where}: this miniature reads no {type(part).__name__}", param=where)
+
+    def prompt_tokens(self, task: Task) -> int:
+        """What of *task* is text, in tokens."""
+        return 0 if isinstance(task, TranscriptionTask) else len(encode(text_of(task)))
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         from mstar.testing.miniatures import miniature
