@@ -290,7 +290,7 @@ def test_a_chat_answers_with_sound(client: openai.OpenAI) -> None:
     with wave.open(io.BytesIO(base64.b64decode(message.audio.data))) as file:
         assert file.readframes(file.getnframes()) == pcm(sound)
     assert reply.usage is not None
-    assert reply.usage.prompt_tokens == 4
+    assert reply.usage.prompt_tokens == 3
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -44,6 +44,9 @@ def test_the_command_and_the_plugins_are_entry_points() -> None:
     assert plugins.items() >= {"server": "mstar_server.plugin", "demo": "mstar_demo.plugin"}.items()
 
 
+KEPT = (".py", ".yaml", ".typed", ".txt", ".md", ".js", ".css", ".html", ".svg")
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_the_wheel_is_complete(name: str, tmp_path: Path) -> None:
     folder, module = PACKAGES[name]
@@ -53,7 +56,7 @@ def test_the_wheel_is_complete(name: str, tmp_path: Path) -> None:
     wanted = {
         str(path.relative_to(ROOT / folder / "src"))
         for path in (ROOT / folder / "src" / module).rglob("*")
-        if path.suffix in (".py", ".yaml", ".typed", ".txt", ".md") and "__pycache__" not in path.parts
+        if path.suffix in KEPT and "__pycache__" not in path.parts
     }
     assert held == wanted
 

@@ -191,7 +191,7 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
     "sound": ({}, set()),
     "keeps_state": (
         {"test_one_after_the_other": "keep nothing about a request on itself"},
-        {*ENDS, *BATCHES, "test_http_round_trip"},
+        {*ENDS, *BATCHES, "test_http_round_trip", "test_a_stop_string_ends_the_text"},
     ),
     "mixes_rows": (
         {"test_batch_invariance": "stream 'text' changed in a batch with other requests: alone ["},

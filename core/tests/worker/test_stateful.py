@@ -157,10 +157,12 @@ class DuplexMachine(WorkerMachine):
 
 
 class Seq2SeqMachine(WorkerMachine):
+    constrained = False
     key = "mini_seq2seq"
 
 
 class TransducerMachine(WorkerMachine):
+    constrained = False
     key = "mini_transducer"
     overrides: ClassVar[dict[str, Any]] = {"max_concurrent_requests": 3, "scheduler": {"max_queue": 6}}
 

@@ -101,6 +101,10 @@ class TextProcessor(Processor):
     tool_format: type[ToolFormat] | None = None
     """How the model writes calls; default: the format of its chat template."""
 
+    trusted: tuple[str, ...] = ()
+    """Special tokens that the processor itself puts into messages (placeholders of pictures); elsewhere what a client
+    wrote is text, whatever it spells."""
+
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
         if context.weights is None:
@@ -210,7 +214,7 @@ class TextProcessor(Processor):
         tools = task.tools if _usable(task) else ()
         variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}
         return self.tokenizer.encode_chat(
-            messages, tools, add_generation_prompt=task.add_generation_prompt, **variables
+            messages, tools, add_generation_prompt=task.add_generation_prompt, trusted=self.trusted, **variables
         )
 
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
@@ -234,7 +238,7 @@ class TextProcessor(Processor):
             return []
         if self.tokenizer.chat_template is None:
             return self.tokenizer.encode(text)
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}])
+        return self.tokenizer.encode_chat([{"role": "user", "content": text}], trusted=self.trusted)
 
 
 def _usable(task: ChatTask) -> bool:

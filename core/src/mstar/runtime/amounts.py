@@ -56,5 +56,9 @@ class Made:
 
     def of(self, counted: Mapping[str, Amount]) -> dict[str, Amount]:
         """What a worker *counted* in items, with known units where the deltas had them."""
-        rest = {name: items for name, items in counted.items() if _UNITS.get(name) not in self._amounts}
+        rest = {
+            name: items
+            for name, items in counted.items()
+            if _UNITS.get(name) not in self._amounts and (items or name == "tokens")
+        }
         return rest | self._amounts
