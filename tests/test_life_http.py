@@ -119,7 +119,7 @@ def test_models_on_demand_have_a_worker_only_while_they_are_used() -> None:
             until(lambda: workers(*keys) == [])
             listing = server.http.get("/v1/models").json()["data"]
             assert [model["state"] for model in listing] == ["unloaded", "unloaded"]
-        assert not {name for name in set(os.listdir("/dev/shm")) - before if _mine(name)}
+        until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before if _mine(name)})
 
 
 def _mine(name: str) -> bool:
