@@ -58,7 +58,7 @@ from mstar.testing.miniatures.processors import LiveProcessor
 
 class Plain(LiveProcessor):
     def renderer(self, task, prepared):
-        return MiniRenderer({"actions": "action"})
+        return MiniRenderer({"actions": "action"}, task)
 """
 
 
