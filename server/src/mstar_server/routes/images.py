@@ -19,6 +19,7 @@ from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, im
 from mstar_server.openai.image_response import ImageEvents, images_response
 from mstar_server.openai.schemas import body_of
 from mstar_server.openai.text_answers import check_room, collect
+from mstar_server.openapi import answers
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, data_event
 from mstar_server.state import ServerState
@@ -28,6 +29,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["OpenAI"])
 
 _FILES = ("image", "mask")
+_ANSWERS = answers("Pictures, or events as they are made", "application/json", "text/event-stream")
 
 
 @router.post(
@@ -35,6 +37,7 @@ _FILES = ("image", "mask")
     summary="Make pictures from words",
     openapi_extra=body_of(ImageRequest),
     response_model=None,
+    responses=_ANSWERS,
 )
 async def generations(request: Request) -> Response:
     return await _answer(request, ImageRequest, (), "image", "image_generation")
@@ -45,6 +48,7 @@ async def generations(request: Request) -> Response:
     summary="Make pictures from words and pictures",
     openapi_extra=body_of(ImageEditRequest, _FILES),
     response_model=None,
+    responses=_ANSWERS,
 )
 async def edits(request: Request) -> Response:
     return await _answer(request, ImageEditRequest, _FILES, "image_edit", "image_edit")

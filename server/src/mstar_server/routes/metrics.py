@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mstar_server.openapi import answers
 from mstar_server.protocols import Service
 from mstar_server.state import ServerState
 
@@ -20,7 +21,13 @@ STATUS_TIMEOUT_S = 1.0
 """How long a scrape waits for a worker in the middle of a step; then it does without that worker's figures."""
 
 
-@router.get("/metrics", tags=["health"], summary="Metrics for Prometheus", response_model=None)
+@router.get(
+    "/metrics",
+    tags=["health"],
+    summary="Metrics for Prometheus",
+    response_model=None,
+    responses=answers("All metrics", "text/plain", "application/openmetrics-text"),
+)
 async def metrics(request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     phases = {key: service.phase.name for key, service in state.services.items()}

@@ -15,10 +15,12 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Processor
 from mstar.spec.tasks import SpeechTask
 from mstar_server.answers import Merged
+from mstar_server.media.encode.audio import AUDIO_TYPES
 from mstar_server.openai import speech_response
 from mstar_server.openai.speakers import speaker
 from mstar_server.openai.speech_request import Delivery, SpeechRequest, delivery
 from mstar_server.openai.text_answers import Head
+from mstar_server.openapi import answers
 from mstar_server.spoken import Spoken
 from mstar_server.state import ServerState
 
@@ -27,7 +29,13 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.post("/v1/audio/speech", tags=["OpenAI"], summary="Speak a text", response_model=None)
+@router.post(
+    "/v1/audio/speech",
+    tags=["OpenAI"],
+    summary="Speak a text",
+    response_model=None,
+    responses=answers("A sound file, or its events", *AUDIO_TYPES.values(), "text/event-stream"),
+)
 async def create_speech(body: SpeechRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "speech")

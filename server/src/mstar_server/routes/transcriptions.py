@@ -21,12 +21,16 @@ from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.openai.transcription_request import TranscriptionRequest, TranslationRequest
 from mstar_server.openai.transcription_response import events, whole
+from mstar_server.openapi import answers
 from mstar_server.sse import EventStream
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["OpenAI"])
+
+
+_FORMATS = ("application/json", "text/plain", "text/vtt", "application/x-subrip")
 
 
 def _form_schema(body: type[TranslationRequest]) -> dict[str, Any]:
@@ -42,6 +46,7 @@ def _form_schema(body: type[TranslationRequest]) -> dict[str, Any]:
     summary="Speech to text",
     openapi_extra=_form_schema(TranscriptionRequest),
     response_model=None,
+    responses=answers("A transcript, or its events", *_FORMATS, "text/event-stream"),
 )
 async def transcriptions(request: Request) -> Response:
     return await _answer(request, TranscriptionRequest, "transcription")
@@ -52,6 +57,7 @@ async def transcriptions(request: Request) -> Response:
     summary="Speech to English text",
     openapi_extra=_form_schema(TranslationRequest),
     response_model=None,
+    responses=answers("A transcript", *_FORMATS),
 )
 async def translations(request: Request) -> Response:
     return await _answer(request, TranslationRequest, "translation")

@@ -24,6 +24,7 @@ from mstar_server.media.encode.video import VIDEO_TYPE
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.schemas import body_of
 from mstar_server.openai.video_request import REFERENCE, VideoAnswerRequest, VideoRequest, video_items
+from mstar_server.openapi import answers
 from mstar_server.protocols import Service
 from mstar_server.state import ServerState
 from mstar_server.videos.filming import film
@@ -56,6 +57,7 @@ async def create_video(request: Request) -> Response:
     summary="Make a video and wait for it",
     openapi_extra=body_of(VideoAnswerRequest, (REFERENCE,)),
     response_model=None,
+    responses=answers("The video", "application/json", VIDEO_TYPE),
 )
 async def generate_video(request: Request) -> Response:
     body, service, task = await _task(request, VideoAnswerRequest)
@@ -88,7 +90,15 @@ async def get_video(video_id: str, request: Request) -> Response:
     return _json(_object(await state.videos.store.get(state.tenant(request), video_id), state.videos))
 
 
-@router.get("/v1/videos/{video_id}/content", summary="A video, or pictures of it", response_model=None)
+_CONTENT = tuple(media_type for _, media_type in VARIANTS.values())
+
+
+@router.get(
+    "/v1/videos/{video_id}/content",
+    summary="A video, or pictures of it",
+    response_model=None,
+    responses=answers("The file", *_CONTENT) | answers("Ranges of it", *_CONTENT, "multipart/byteranges", status=206),
+)
 async def get_content(
     video_id: str, request: Request, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
 ) -> Response:
