@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 from .serving import Server, serving  # noqa: E402
 
 EXAMPLES = int(os.environ.get("MSTAR_SCHEMA_EXAMPLES", "8"))
-MODELS = ("mini_chat", "mini_embed", "mini_tts")
+MODELS = ("mini_chat", "mini_embed", "mini_tts", "mini_ctc", "mini_denoise", "mini_video")
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
