@@ -1,12 +1,13 @@
-"""What the OpenAPI document says of answers: the errors that every route may give, and bodies in several forms."""
+"""What the OpenAPI document says of requests and answers in several forms, and of the errors of every route."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-__all__ = ["ERRORS", "answers"]
+__all__ = ["ERRORS", "answers", "body_of"]
 
 
 class ErrorObject(BaseModel):
@@ -50,12 +51,55 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def answers(description: str, *media_types: str, status: int = 200) -> dict[int | str, dict[str, Any]]:
     """``responses`` of a route whose success is an object as JSON, text (server-sent events and JSON lines too) or a
     file, as the request wants."""
-    return {status: {"description": description, "content": {kind: {"schema": _schema(kind)} for kind in media_types}}}
+    content = {kind: {"schema": _answer_schema(kind)} for kind in media_types}
+    return {status: {"description": description, "content": content}}
 
 
-def _schema(media_type: str) -> dict[str, Any]:
+def _answer_schema(media_type: str) -> dict[str, Any]:
     if media_type == "application/json":
         return {"type": "object"}
     if media_type.startswith("text/") or media_type == "application/x-ndjson":
         return {"type": "string"}
     return {"type": "string", "contentMediaType": media_type}
+
+
+def body_of(
+    cls: type[BaseModel],
+    files: Sequence[str] = (),
+    *,
+    several: Sequence[str] = (),
+    required: Sequence[str] = (),
+    as_json: bool = True,
+) -> dict[str, Any]:
+    """``openapi_extra`` of a route whose body is *cls*, as JSON or as a form in which *files* are uploads.
+
+    :param several: fields that are uploads too, any number of each. :param required: those of *files* that must be
+        there. :param as_json: the body need not be a form.
+    """
+    form = _schema(cls)
+    file = {"type": "string", "format": "binary"}
+    for name in files:
+        form["properties"][name] = file
+    for name in several:
+        form["properties"][name] = {"type": "array", "items": file}
+    if required:
+        form["required"] = [*form.get("required", ()), *required]
+    content = {"multipart/form-data": {"schema": form}}
+    if as_json:
+        content = {"application/json": {"schema": _schema(cls)}, **content}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _schema(cls: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of *cls*, without references (an OpenAPI document has its own root)."""
+    schema = cls.model_json_schema()
+    found: dict[str, Any] = _inline(schema, schema.pop("$defs", {}))
+    return found
+
+
+def _inline(value: Any, known: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        if "$ref" in value:
+            return _inline(known[value["$ref"].rpartition("/")[2]], known)
+        return {name: _inline(inner, known) for name, inner in value.items()}
+    return [_inline(inner, known) for inner in value] if isinstance(value, list) else value

@@ -26,7 +26,6 @@ __all__ = [
     "GenerateBody",
     "NativeRequest",
     "Upload",
-    "body_schema",
     "from_form",
     "from_json",
     "is_name",
@@ -88,13 +87,6 @@ class NativeRequest:
     stop: tuple[str, ...] = ()
     stray: RequestError | None = None
     """About the first field that no request has. It may be one of the model's knobs, which :func:`make_task` knows."""
-
-
-def body_schema() -> dict[str, Any]:
-    """The JSON schema of :class:`GenerateBody`, without references (an OpenAPI document has its own root)."""
-    schema = GenerateBody.model_json_schema()
-    schema["properties"]["files"]["items"] = schema.pop("$defs")["FileBody"]
-    return schema
 
 
 def from_json(value: Any, options: ServerOptions) -> NativeRequest:

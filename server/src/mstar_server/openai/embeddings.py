@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from mstar.spec.errors import RequestError, nearest
-from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import ArrayDelta, Delta
 from mstar.spec.tasks import EmbeddingTask
 from mstar_server.openai.completion_request import text_inputs
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.openai.text_answers import Head
 from mstar_server.openai.text_request import Whole
 from mstar_server.options import ServerOptions
@@ -48,12 +47,7 @@ class EmbeddingAdapter:
         self.spec, self.options = spec, options
 
     def tasks(self, body: EmbeddingRequest) -> Sequence[EmbeddingTask]:
-        extra = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-        for name in extra:
-            if name not in self.spec.knobs.model_fields:
-                known = nearest(name, {*EmbeddingRequest.model_fields, *self.spec.knobs.model_fields})
-                raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
-        knobs = validate_knobs(self.spec.knobs, extra)
+        knobs = knobs_of(body, self.spec.knobs)
         inputs = text_inputs(body.input, "input", self.options)
         return [EmbeddingTask(knobs=knobs, input=text, dimensions=body.dimensions) for text in inputs]
 

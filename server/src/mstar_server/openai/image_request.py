@@ -17,7 +17,8 @@ from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import Image, ImageTask, Part
 from mstar_server.media.decoder import Item
-from mstar_server.openai.forms import Uploads, check_prompt, further_knobs
+from mstar_server.openai.forms import Uploads, check_prompt
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.openai.text_request import Whole, samples
 from mstar_server.options import ServerOptions
 
@@ -120,7 +121,7 @@ class ImageAdapter:
             images=images,
             mask=mask.pixels if isinstance(mask, Image) else None,
             size=picture_size(body.size, self.spec.canvas, self.options),
-            knobs=further_knobs(body, self.spec.knobs, tuple(NEUTRAL)),
+            knobs=knobs_of(body, self.spec.knobs, fields=[name for name in NEUTRAL if name in type(body).model_fields]),
             want=self._want(body),
         )
         if self.spec.canvas is not None:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from mstar.spec.errors import RequestError, nearest
-from mstar.spec.knobs import Knobs, validate_knobs
+from mstar.spec.errors import RequestError
+from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import SpeechTask, VoiceSample
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.openai.text_request import Number
 from mstar_server.options import ServerOptions
 
@@ -115,15 +116,7 @@ class SpeechAdapter:
             raise RequestError("'input' is empty", param="input")
 
     def _knobs(self, body: SpeechRequest) -> Knobs:
-        known = self.spec.knobs.model_fields
-        values = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
-        for name in values:
-            if name not in known:
-                near = nearest(name, {*SpeechRequest.model_fields, *known})
-                raise RequestError(f"unknown parameter {name!r}{near}", param=name, code="unknown_parameter")
-        if body.speed is not None and "speed" in known:
-            values["speed"] = body.speed
-        elif body.speed not in (None, 1):
+        if body.speed not in (None, 1) and "speed" not in self.spec.knobs.model_fields:
             message = f"'speed' is not supported by {self.spec.key!r}; the only valid value is 1"
             raise RequestError(message, param="speed", code="unsupported_parameter")
-        return validate_knobs(self.spec.knobs, values)
+        return knobs_of(body, self.spec.knobs, fields=("speed",))

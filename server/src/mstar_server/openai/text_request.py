@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from mstar.spec.errors import RequestError, nearest
-from mstar.spec.knobs import Knobs, validate_knobs
+from mstar.spec.errors import RequestError
+from mstar.spec.knobs import Knobs
 from mstar.spec.tasks import Task
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.options import ServerOptions
 
 __all__ = [
@@ -90,14 +91,8 @@ def knob_values(body: TextRequest, knobs: type[Knobs]) -> Knobs:
     field, limit = body.token_limit()
     if limit is not None:
         values["max_tokens"] = limit
-    for name, value in (body.model_extra or {}).items():
-        if name not in knobs.model_fields:
-            known = nearest(name, {*type(body).model_fields, *knobs.model_fields})
-            raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
-        if value is not None:
-            values[name] = value
     try:
-        return validate_knobs(knobs, values)
+        return knobs_of(body, knobs, values)
     except RequestError as error:
         if error.param == "max_tokens" and limit is not None:  # name the field as the client spelled it
             error.param = field

@@ -16,7 +16,7 @@ from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import Audio, Part, TranscriptionTask
 from mstar_server.errors import validation_fault
-from mstar_server.openai.form_values import form_knobs
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.options import ServerOptions
 
 __all__ = ["TranscriptionAdapter", "TranscriptionRequest", "TranslationRequest"]
@@ -97,7 +97,7 @@ class TranscriptionAdapter:
         audio = media["file"]
         assert isinstance(audio, Audio)
         task = TranscriptionTask(
-            knobs=form_knobs(body, self.spec.knobs, _temperature(body, self.spec.knobs)),
+            knobs=knobs_of(body, self.spec.knobs, _temperature(body, self.spec.knobs), also=("file",)),
             want=("text",),
             audio=audio,
             language=body.language,

@@ -15,8 +15,9 @@ from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import Image, Part, VideoTask
 from mstar_server.media.decoder import Item
-from mstar_server.openai.forms import Uploads, check_prompt, further_knobs
+from mstar_server.openai.forms import Uploads, check_prompt
 from mstar_server.openai.image_request import ImageReference, picture_size, reference_item
+from mstar_server.openai.knobs import knobs_of
 from mstar_server.openai.text_request import Number, Whole
 from mstar_server.options import ServerOptions
 
@@ -65,7 +66,7 @@ class VideoAdapter:
             images=tuple(part for part in media.values() if isinstance(part, Image)),
             size=picture_size(body.size, self.spec.canvas, self.options),
             seconds=_seconds(body.seconds),
-            knobs=further_knobs(body, self.spec.knobs, ()),
+            knobs=knobs_of(body, self.spec.knobs),
             want=tuple(word for word in ("video", "audio", "progress") if word in self.spec.outputs),
         )
         if self.spec.canvas is not None:

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -19,9 +18,9 @@ from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error
 from mstar_server.json_body import read_json
 from mstar_server.media.uploads import open_form
-from mstar_server.native.request import NativeRequest, body_schema, from_form, from_json, make_task, with_files
+from mstar_server.native.request import GenerateBody, NativeRequest, from_form, from_json, make_task, with_files
 from mstar_server.native.response import delta_object, done_object, error_event, is_heavy, whole_object
-from mstar_server.openapi import answers
+from mstar_server.openapi import answers, body_of
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, json_line
@@ -32,27 +31,10 @@ __all__ = ["router"]
 router = APIRouter(tags=["native"])
 
 
-def _form_schema() -> dict[str, Any]:
-    schema = body_schema()
-    schema["properties"]["files"]["items"] = {"type": "string", "format": "binary"}
-    return schema
-
-
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {"schema": _form_schema()},
-            "application/json": {"schema": body_schema()},
-        },
-    }
-}
-
-
 @router.post(
     "/generate",
     summary="Ask a model for anything it can make",
-    openapi_extra=_BODY,
+    openapi_extra=body_of(GenerateBody, several=("files",)),
     response_model=None,
     responses=answers("All outputs, or one JSON line for each delta", "application/json", "application/x-ndjson"),
 )

@@ -17,9 +17,8 @@ from mstar_server.errors import as_request_error, error_object
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
 from mstar_server.openai.image_response import ImageEvents, images_response
-from mstar_server.openai.schemas import body_of
 from mstar_server.openai.text_answers import check_room, collect
-from mstar_server.openapi import answers
+from mstar_server.openapi import answers, body_of
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, data_event
 from mstar_server.state import ServerState

@@ -15,13 +15,12 @@ from mstar.spec.errors import RequestError
 from mstar.spec.tasks import Audio, TranscriptionTask
 from mstar_server.media.decoder import Item
 from mstar_server.media.source import Source
-from mstar_server.media.uploads import open_form, upload_source
-from mstar_server.openai.form_values import form_body
+from mstar_server.openai.forms import read_body
 from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.openai.transcription_request import TranscriptionRequest, TranslationRequest
 from mstar_server.openai.transcription_response import events, whole
-from mstar_server.openapi import answers
+from mstar_server.openapi import answers, body_of
 from mstar_server.sse import EventStream
 from mstar_server.state import ServerState
 
@@ -33,18 +32,10 @@ router = APIRouter(tags=["OpenAI"])
 _FORMATS = ("application/json", "text/plain", "text/vtt", "application/x-subrip")
 
 
-def _form_schema(body: type[TranslationRequest]) -> dict[str, Any]:
-    schema = body.model_json_schema()
-    file = {"type": "string", "format": "binary", "description": "The audio, or a video with sound."}
-    schema["properties"] = {"file": file, **schema["properties"]}
-    schema["required"] = ["file"]
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
-
-
 @router.post(
     "/v1/audio/transcriptions",
     summary="Speech to text",
-    openapi_extra=_form_schema(TranscriptionRequest),
+    openapi_extra=body_of(TranscriptionRequest, ("file",), required=("file",), as_json=False),
     response_model=None,
     responses=answers("A transcript, or its events", *_FORMATS, "text/event-stream"),
 )
@@ -55,7 +46,7 @@ async def transcriptions(request: Request) -> Response:
 @router.post(
     "/v1/audio/translations",
     summary="Speech to English text",
-    openapi_extra=_form_schema(TranslationRequest),
+    openapi_extra=body_of(TranslationRequest, ("file",), required=("file",), as_json=False),
     response_model=None,
     responses=answers("A transcript", *_FORMATS),
 )
@@ -94,17 +85,13 @@ async def _answer(request: Request, cls: type[TranslationRequest], ability: str)
 
 async def _read(request: Request, cls: type[TranslationRequest], state: ServerState) -> tuple[Any, Source]:
     """The fields of *request*'s form, and its file."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "multipart/form-data":
-        message = f"send multipart/form-data, not {media_type or 'a body without Content-Type'!r}"
-        raise RequestError(message, code="unsupported_media_type", status=415)
-    async with open_form(request, state.options, 4 * state.options.max_text_chars) as form:
-        body = form_body(cls, form, lists=cls.lists, files=("file",))
-        if "file" not in form:
-            raise RequestError("'file' is required", param="file", code="missing_required_parameter")
-        if len(form.getlist("file")) > 1:
-            raise RequestError("'file': one file a request", param="file")
-        return body, await upload_source(form["file"], "file")
+    body, uploads = await read_body(request, cls, ("file",), state.options, lists=cls.lists, as_json=False)
+    files = uploads.get("file", [])
+    if not files:
+        raise RequestError("'file' is required", param="file", code="missing_required_parameter")
+    if len(files) > 1:
+        raise RequestError("'file': one file a request", param="file")
+    return body, files[0]
 
 
 async def _heard(run: WindowRun, builder: TranscriptBuilder, language: str | None) -> Transcript:

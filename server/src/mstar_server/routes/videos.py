@@ -22,9 +22,8 @@ from mstar.spec.tasks import VideoTask
 from mstar_server.answers import cancel, start
 from mstar_server.media.encode.video import VIDEO_TYPE
 from mstar_server.openai.forms import read_body
-from mstar_server.openai.schemas import body_of
 from mstar_server.openai.video_request import REFERENCE, VideoAnswerRequest, VideoRequest, video_items
-from mstar_server.openapi import answers
+from mstar_server.openapi import answers, body_of
 from mstar_server.protocols import Service
 from mstar_server.state import ServerState
 from mstar_server.videos.filming import film
