@@ -71,17 +71,16 @@ class Tokens:
     def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
         return (task,)
 
-    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
-        return None
-
 
 class ScriptedAnswer:
-    """Runs a script: deltas are said, errors raised, events waited for; ``"echo"`` says every push doubled."""
+    """Runs a script: deltas are said, errors raised, events waited for, a task follows; ``"echo"`` says every push
+    doubled."""
 
     def __init__(self, answer_id: str, script: Sequence[Any]):
         self.id, self.prompt_tokens, self.completion_tokens = answer_id, 5, 0
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
+        self.follow: Task | None = None
         self.cancelled = asyncio.Event()
         self.reason: str | None = None
         self.said, self.failed = 0, False
@@ -114,6 +113,8 @@ class ScriptedAnswer:
             elif item == "echo":
                 async for delta in self._echo():
                     yield delta
+            elif isinstance(item, Task):
+                self.follow = item
             else:
                 self.completion_tokens += len(getattr(item, "tokens", ()))
                 self.said += 1

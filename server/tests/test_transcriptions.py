@@ -34,17 +34,13 @@ def post(client: Any, data: bytes = b"", **fields: Any) -> Any:
 class InSeconds:
     """A processor whose windows are a second long."""
 
-    def __init__(self, inner: Any, rests: Sequence[float] = ()):
-        self.token_bytes, self.rests, self.asked = inner.token_bytes, list(rests), list[float]()
+    def __init__(self, inner: Any):
+        self.token_bytes = inner.token_bytes
 
     def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
         assert task.audio is not None
         pieces = np.split(np.asarray(task.audio.samples), range(RATE, len(task.audio.samples), RATE))
         return [replace(task, audio=Audio(p, RATE), offset=float(i)) for i, p in enumerate(pieces)]
-
-    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
-        self.asked.append(heard_s)
-        return replace(task, offset=task.offset + heard_s) if self.rests and self.rests.pop() else None
 
 
 def service(kit: Any, script: Any, **more: Any) -> Any:
@@ -117,14 +113,38 @@ async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> Non
 
 async def test_the_end_of_a_window_that_the_model_left_out_is_heard_again(kit: Any) -> None:
     """E18"""
-    scripts = [[TextDelta("one"), SegmentDelta(0.0, 0.4, "one")], [TextDelta("two"), SegmentDelta(0.0, 0.6, "two")]]
-    tiny = service(kit, lambda n: scripts[n] if n < 2 else [])
-    tiny.processor.rests = [False, True]
+    rest = TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE), RATE), offset=0.4)
+    scripts = [
+        [TextDelta("one"), SegmentDelta(0.0, 0.4, "one"), rest],
+        [TextDelta("two"), SegmentDelta(0.0, 0.6, "two")],
+    ]
+    tiny = service(kit, lambda n: scripts[n])
     async with kit.client(tiny) as client:
         body = (await post(client, clip(1.0), response_format="verbose_json")).json()
     assert body["text"] == "one two"
     assert [(s["start"], s["end"]) for s in body["segments"]] == [(0.0, 0.4), (0.4, 1.0)]
-    assert tiny.processor.asked == [0.4, 0.6]
+    assert [task.offset for task in tiny.tasks] == [0.0, 0.4]
+
+
+async def test_a_window_may_be_heard_again_instead(kit: Any) -> None:
+    """Nothing that the first attempt was, its finish reason included, is seen of it."""
+    again = TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE), RATE))
+    tiny = service(kit, lambda n: [again] if n < 2 else [TextDelta("third")])
+
+    async def cut_short(*arguments: Any, generate: Any = tiny.generate) -> Any:
+        answer = await generate(*arguments)
+        answer.reason = "length" if len(tiny.answers) < 3 else None
+        return answer
+
+    tiny.generate = cut_short
+    async with kit.client(tiny) as client:
+        body = (await post(client, clip(1.0))).json()
+        assert (body["text"], "finish_reason" in body) == ("third", False)
+        assert len({name for name, _ in tiny.ids}) == 3
+        tiny.answers.clear()
+        tiny.script = [again]
+        assert (await post(client, clip(1.0))).status_code == 500  # it never goes on
+        assert len(tiny.answers) == 8
 
 
 async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:

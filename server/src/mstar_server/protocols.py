@@ -41,6 +41,10 @@ class Answer(Protocol):
     def finish_reason(self) -> str | None: ...
 
     @property
+    def follow(self) -> Task | None:
+        """What goes on with this answer, once it has ended well."""
+
+    @property
     def heard(self) -> Mapping[str, int]:
         """Live stream → how many of its items had been read for the delta that was taken last."""
 

@@ -78,6 +78,10 @@ class Spoken:
         self._ended = True
 
     @property
+    def follow(self) -> None:
+        """Nothing: all pieces are known from the start."""
+
+    @property
     def heard(self) -> Mapping[str, int]:
         return {}
 

@@ -145,6 +145,11 @@ class Answer:
         return deltas
 
     @property
+    def follow(self) -> Task | None:
+        """What goes on with this answer, once it has ended well (:attr:`mstar.spec.processor.Renderer.follow`)."""
+        return self._renderer.follow if self.finish_reason is not None else None
+
+    @property
     def ended(self) -> bool:
         """Whether it has ended, well or not."""
         return self._ended

@@ -232,6 +232,11 @@ class Renderer(abc.ABC):
     #: the request with this finish reason and feeds nothing more.
     finished: str | None = None
 
+    #: set by :meth:`finish`: what is to be asked once this request has ended well, to go on with its answer. A window
+    #: of speech whose answer was no good comes again with other knobs (then nothing was told of it), or is followed by
+    #: what comes after it in the clip. Honoured for transcriptions.
+    follow: Task | None = None
+
     @abc.abstractmethod
     def feed(self, event: Emit) -> Iterable[Delta]:
         """Deltas that *event* completes; possibly none."""
@@ -280,14 +285,10 @@ class Processor(abc.ABC):
         """*task* in windows that are heard one by one, at once, and joined: for clips longer than the model can hear.
 
         Each is *task* with its part of the audio and its ``offset``; they follow each other without a gap.
-        :func:`mstar.processing.speech.windows.cut` makes them. The default hears the clip whole.
+        :func:`mstar.processing.speech.windows.cut` makes them. The default hears the clip whole. A window whose
+        request's renderer names a :attr:`~Renderer.follow` goes on with that one.
         """
         return (task,)
-
-    def rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
-        """What of a window is to be heard again, its answer having ended *heard_s* seconds after the window's start; as
-        :func:`mstar.processing.speech.windows.rest_of` finds it. Asked only where segments tell times."""
-        return None
 
     def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
         """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.

@@ -209,6 +209,7 @@ class TranscriptionTask(Task):
     :param translate: write English, whatever was spoken. :param prompt: what was said or is to be spelled so.
     :param timestamps: which times the client wants.
     :param offset: of a window: where in the client's clip it begins, in seconds.
+    :param carried: what a renderer gives the task that follows its own; its family's business alone.
     """
 
     audio: Audio | None
@@ -217,6 +218,7 @@ class TranscriptionTask(Task):
     prompt: str = ""
     timestamps: tuple[Literal["segment", "word"], ...] = ()
     offset: float = 0.0
+    carried: Any = None
 
     @property
     def media(self) -> tuple[Part, ...]:

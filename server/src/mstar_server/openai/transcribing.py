@@ -8,9 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from mstar.processing.speech.transcript import Segment, TranscriptBuilder
-from mstar.runtime.family import family_code
-from mstar.spec.errors import TooBusy
-from mstar.spec.processor import Processor, SegmentDelta, TextDelta
+from mstar.spec.errors import FaultFound, TooBusy
+from mstar.spec.processor import TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import TranscriptionTask
 from mstar_server.answers import QUEUED_DELTAS, cancel, start
@@ -23,14 +22,18 @@ AT_ONCE = 8
 
 _RETRIES = 60
 _LONGEST_WAIT_S = 2.0
-_RESTS = 3
+_SAME_PLACE = 8
+"""How often a window may be heard again before it has to go on."""
 
 
 class _End:
-    """A window's answer has ended."""
+    """A window's answer has ended; it goes on with *follow*."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, task: TranscriptionTask, follow: TranscriptionTask | None):
         self.answer = answer
+        again = follow is not None and follow.offset <= task.offset
+        #: what counts of the window's answer; ``None`` of one that another one replaces
+        self.finish_reason = None if again else answer.finish_reason
 
 
 class WindowRun:
@@ -43,9 +46,9 @@ class WindowRun:
     :ivar prompt_tokens: and *completion_tokens*: of the windows that have ended.
     """
 
-    def __init__(self, service: Service, processor: Processor, tasks: Sequence[TranscriptionTask], request_id: str):
+    def __init__(self, service: Service, tasks: Sequence[TranscriptionTask], request_id: str):
         most = service.limits.get("max_concurrent_requests") or AT_ONCE
-        self._service, self._processor, self._id = service, processor, request_id
+        self._service, self._id = service, request_id
         self._turns = asyncio.Semaphore(max(1, min(AT_ONCE, most)))
         self._queues = [asyncio.Queue[Any](QUEUED_DELTAS) for _ in tasks]
         self._running: set[Answer] = set()
@@ -95,38 +98,40 @@ class WindowRun:
         name = self._id if len(self._queues) == 1 else f"{self._id}-{number}"
         try:
             async with self._turns:
-                for again in range(_RESTS + 1):
-                    heard_s = await self._hear(number, task, f"{name}.{again}" if again else name)
-                    rest = None if heard_s is None else await self._rest(task, heard_s)
-                    if rest is None:
-                        break
-                    task = rest
+                place, asked, offset, turn = name, 0, task.offset, 0
+                follow: TranscriptionTask | None = task
+                while follow is not None:
+                    asked = 1 if follow.offset > offset else asked + 1
+                    if asked > _SAME_PLACE:
+                        spec = self._service.spec
+                        where = f"the second {follow.offset:.2f} of a clip is heard again and again"
+                        raise FaultFound(f"{spec.key!r} does not go on: {where} ({spec.processor})")
+                    offset = follow.offset
+                    follow = await self._hear(number, follow, place)
+                    turn += 1
+                    place = f"{name}.{turn}"
         except Exception as error:  # carried over to the reader, which raises it
             await put(error)
         else:
             await put(None)
 
-    async def _rest(self, task: TranscriptionTask, heard_s: float) -> TranscriptionTask | None:
-        spec = self._service.spec
-        with family_code(f"{spec.key!r} could not find the rest of a window", spec.processor):
-            return await asyncio.to_thread(self._processor.rest, task, heard_s)
-
-    async def _hear(self, number: int, task: TranscriptionTask, name: str) -> float | None:
-        """Pass on what is said in *task*'s window; up to where, in seconds from its start, if its segments tell."""
+    async def _hear(self, number: int, task: TranscriptionTask, name: str) -> TranscriptionTask | None:
+        """Pass on what is said in *task*'s window, and return what goes on with it."""
         put = self._queues[number].put
         await put(task)
         for attempt in range(_RETRIES + 1):
-            heard_s, silent = None, True
+            silent = True
             try:
                 (answer,) = await start(self._service, [task], name if not attempt else f"{name}~{attempt}")
                 self._running.add(answer)
                 try:
                     async for delta in answer:
                         silent = False
-                        if isinstance(delta, SegmentDelta):
-                            heard_s = delta.end
                         await put(delta)
-                    await put(_End(answer))
+                    follow = answer.follow
+                    if follow is not None and not isinstance(follow, TranscriptionTask):
+                        raise TypeError(f"a transcription is followed by one, not by {type(follow).__name__}")
+                    await put(_End(answer, task, follow))
                 finally:
                     cancel([answer])
                     self._running.discard(answer)
@@ -135,7 +140,7 @@ class WindowRun:
                     raise
                 await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT_S))
             else:
-                return heard_s
+                return follow
         raise AssertionError("the last attempt returns or raises")
 
 
@@ -157,7 +162,7 @@ async def heard(
                 assert item.audio is not None
                 builder.open(item.offset, item.offset + len(item.audio.samples) / item.audio.rate)
             elif isinstance(item, _End):
-                yield "", builder.close(item.answer.finish_reason), ()
+                yield "", builder.close(item.finish_reason), ()
             else:
                 text, segment = builder.feed(item)
                 yield text, segment, item.logprobs if isinstance(item, TextDelta) else ()

@@ -36,7 +36,7 @@ async def write_down(state: ServerState, service: Service, wish: Transcribing, i
             (task,) = adapter.tasks(body, {"file": audio}, translate=False)
         with family_code(f"{service.spec.key!r} could not cut a turn", service.spec.processor):
             windows = list(await asyncio.to_thread(processor.windows, task))
-        run, builder = WindowRun(service, processor, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
+        run, builder = WindowRun(service, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
         async for said in heard(run, builder):
             if said is not None and said[0]:
                 await say(_delta(item, said[0]))

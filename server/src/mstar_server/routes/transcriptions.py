@@ -68,7 +68,7 @@ async def _answer(request: Request, cls: type[TranslationRequest], ability: str)
     with family_code(f"{service.spec.key!r} could not cut a clip", service.spec.processor):
         windows: list[TranscriptionTask] = list(await asyncio.to_thread(processor.windows, task))
     builder = TranscriptBuilder(len(audio.samples) / audio.rate)
-    run = WindowRun(service, processor, windows, f"trsc-{uuid.uuid4().hex}")
+    run = WindowRun(service, windows, f"trsc-{uuid.uuid4().hex}")
     if body.streamed:
         silence_s = state.options.keepalive_s
         try:

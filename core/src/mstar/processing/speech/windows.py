@@ -109,8 +109,8 @@ def speaks(samples: Any, rate: int, shortest_s: float = 0.3) -> bool:
 
 
 def rest_of(task: TranscriptionTask, heard_s: float, shortest_s: float = 1.0) -> TranscriptionTask | None:
-    """What of *task*'s window comes after *heard_s* seconds, if there is sound in it: for models that sometimes end
-    before their window does. See :meth:`mstar.spec.processor.Processor.rest`.
+    """What of *task*'s window comes after *heard_s* seconds, if there is sound in it: a
+    :attr:`~mstar.spec.processor.Renderer.follow` of models that sometimes end before their window does.
 
     :param shortest_s: a shorter rest is not worth hearing again.
     """
