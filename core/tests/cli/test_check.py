@@ -488,10 +488,17 @@ def test_repeated_keys_are_faults_among_others(llama: Run, tmp_path: Path) -> No
     assert faults["max_sessions"]["message"] == "given 2 times, on lines 2 and 4; keep one of them"
 
 
-def test_an_attention_backend_that_is_not_there_is_told_once(llama: Run, tmp_path: Path) -> None:
-    file = deployment(tmp_path, "model: toy-llama\nengine:\n  attention: torch_spda\n")
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("engine.attention", "engine:\n  attention: torch_spda"),
+        ("resources.kv.backend", "resources:\n  kv: {backend: torch_spda}"),
+    ],
+)
+def test_an_attention_backend_that_is_not_there_is_told_once(llama: Run, tmp_path: Path, key: str, text: str) -> None:
+    file = deployment(tmp_path, f"model: toy-llama\n{text}\n")
     (fault,) = facts(llama, file, "--weights", str(tmp_path / "llama"))["faults"]
-    assert (fault["key"], fault["line"]) == ("engine.attention", 3)
+    assert (fault["key"], fault["line"]) == (key, 3)
     assert "did you mean 'torch_sdpa'?" in fault["message"]
 
 

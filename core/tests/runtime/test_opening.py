@@ -215,6 +215,11 @@ def test_a_repeated_key_of_the_packages_own_file_is_refused(tmp_path: Path, monk
             "engine: {attention: torch_spda}",
             "{file}:1: engine.attention: there is no attention backend 'torch_spda'; did you mean 'torch_sdpa'?",
         ),
+        (
+            {},
+            "resources: {kv: {backend: torch_spda}}",
+            "{file}:1: resources.kv.backend: there is no attention backend 'torch_spda'; did you mean 'torch_sdpa'?",
+        ),
         ({}, "dtype: bfloat", "{file}:1: dtype: dtype 'bfloat' is not supported; did you mean 'bfloat16'?"),
         ({}, "device: gpu", "{file}:1: device: device 'gpu' is not one that M* knows; use cpu, cuda or cuda:N"),
         ({}, "\nrequired_plugins: [mstar-nowhere]", "{file}:2: required_plugins: the deployment requires plugins"),

@@ -102,10 +102,14 @@ def value_faults(
             require_plugins(deployment.required_plugins, registry.plugins)
         except SetupError as error:
             faults.append(("required_plugins", str(error)))
-    for key, (hook, value) in _NAMED.items():
-        name = value(deployment)
+    named = [(key, hook, value(deployment)) for key, (hook, value) in _NAMED.items()]
+    named += [
+        (f"resources.{resource}.backend", "mstar_attention_backends", values.get("backend"))
+        for resource, values in deployment.resources.items()
+    ]
+    for key, hook, name in named:
         try:
-            if name is not None:
+            if isinstance(name, str):  # what is no name, the resource's own type refuses
                 registry.require(hook, name)
         except SetupError as error:
             faults.append((key, str(error)))
