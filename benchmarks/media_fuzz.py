@@ -56,6 +56,10 @@ class OkAnswer:
         self.id, self.prompt_tokens, self.completion_tokens = request_id, 1, 1
         self.usage: Usage | None = None
         self.finish_reason: str | None = None
+        self.follow, self.heard = None, dict[str, int]()
+
+    def close(self) -> None:
+        self.cancel()
 
     def cancel(self, reason: str = "cancelled") -> None:
         self.finish_reason = self.finish_reason or reason

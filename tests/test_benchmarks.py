@@ -238,6 +238,13 @@ def test_a_command_that_is_not_there(chat: ModuleType, servers: ModuleType) -> N
 
 
 @pytest.mark.timeout(180)
+def test_damaged_media_do_no_harm() -> None:
+    words = [sys.executable, str(FOLDER / "media_fuzz.py"), "--requests", "40"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_http_path_loses_no_stream() -> None:
     words = [sys.executable, str(FOLDER / "http_cost.py"), "--quick", "--streams", "8", "--tokens", "1"]
     run = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
