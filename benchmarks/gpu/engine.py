@@ -25,7 +25,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.request import Cancel, Emit, EngineRequest, Failed, SamplingParams
 from mstar.worker.core import Worker
 
-__all__ = ["GREEDY", "SAMPLED", "Engine", "EngineError", "Window", "bench_registry", "engine_of"]
+__all__ = ["GREEDY", "SAMPLED", "Engine", "EngineError", "Loop", "Window", "bench_registry", "engine_of"]
 
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9}
@@ -71,38 +71,33 @@ def engine_of(job: Job, state: dict[str, Any]) -> Engine:
     return engine
 
 
-class Engine:
-    """See the module. Requests have random prompts of exact length and never stop at the end token."""
+class Loop:
+    """A worker in this process, driven as an executor's loop drives it, and what its requests have said."""
 
-    def __init__(self, shape: str, weights: Path, options: Mapping[str, Any], seed: int = 0):
-        registry = bench_registry()
-        spec = registry.model(shape)
+    def __init__(self, registry: Registry, key: str, weights: Path, options: Mapping[str, Any]):
+        spec = registry.model(key)
         merged = merge_deployment(spec.key, packaged_deployment(spec), dict(options))
-        self.vocab = SHAPES[shape].facts.vocab
         self.phases: dict[str, float] = {}
         began = time.perf_counter()
 
         def note(phase: Phase) -> None:
             self.phases[phase.name] = time.perf_counter() - began
 
-        config = WorkerConfig(key=shape, weights=str(weights), deployment=merged)
+        config = WorkerConfig(key=key, weights=str(weights), deployment=merged)
         self.worker = Worker(config, registry, note)
         self.load_s = time.perf_counter() - began
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
-        self._draw = np.random.default_rng(seed)
         self._numbers = itertools.count()
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-    def prompt(self, length: int) -> np.ndarray:
-        return self._draw.integers(0, self.vocab, length, dtype=np.int64)
+    def name(self) -> str:
+        """A name for the next request."""
+        return f"request {next(self._numbers)}"
 
-    def submit(self, prompt: np.ndarray, max_tokens: int, **sampling: Any) -> str:
-        name = f"request {next(self._numbers)}"
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=7, **sampling)
-        self.tokens[name] = []
-        self.worker.submit(EngineRequest(id=name, inputs={"prompt": prompt}, sampling={"sampler": params}))
-        return name
+    def ask(self, request: EngineRequest) -> str:
+        self.tokens[request.id] = []
+        self.worker.submit(request)
+        return request.id
 
     def cancel_all(self) -> None:
         """End what runs, and step until nothing is left."""
@@ -127,8 +122,9 @@ class Engine:
         found = 0
         for event in self.worker.events():
             if isinstance(event, Emit):
-                self.tokens[event.id].extend(event.data)
-                found += len(event.data)
+                if isinstance(event.data, list):  # tokens
+                    self.tokens[event.id].extend(event.data)
+                    found += len(event.data)
                 self.worker.ack(event.id, event.stream, 1)
             elif isinstance(event, Failed):
                 raise EngineError(f"{event.code}: {event.message}")
@@ -161,13 +157,6 @@ class Engine:
                 raise EngineError(f"no token for {STALLED_S:.0f} s; the worker says {self.worker.status()}")
         return Window(began, times, tokens)
 
-    def begin_decode(self, batch: int, prompt: int, max_tokens: int, warm: int, **sampling: Any) -> list[str]:
-        """*batch* new requests, brought to where all of them decode and *warm* steps beyond."""
-        names = [self.submit(self.prompt(prompt), max_tokens, **sampling) for _ in range(batch)]
-        self.until(lambda: all(self.tokens[name] for name in names))
-        self.window(warm)
-        return names
-
     def run_to_end(self, names: Sequence[str]) -> None:
         self.until(lambda: self.ended.issuperset(names))
 
@@ -179,3 +168,26 @@ class Engine:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+class Engine(Loop):
+    """A language model of one shape. Requests have random prompts of exact length and never stop at the end token."""
+
+    def __init__(self, shape: str, weights: Path, options: Mapping[str, Any], seed: int = 0):
+        super().__init__(bench_registry(), shape, weights, options)
+        self.vocab = SHAPES[shape].facts.vocab
+        self._draw = np.random.default_rng(seed)
+
+    def prompt(self, length: int) -> np.ndarray:
+        return self._draw.integers(0, self.vocab, length, dtype=np.int64)
+
+    def submit(self, prompt: np.ndarray, max_tokens: int, **sampling: Any) -> str:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=7, **sampling)
+        return self.ask(EngineRequest(id=self.name(), inputs={"prompt": prompt}, sampling={"sampler": params}))
+
+    def begin_decode(self, batch: int, prompt: int, max_tokens: int, warm: int, **sampling: Any) -> list[str]:
+        """*batch* new requests, brought to where all of them decode and *warm* steps beyond."""
+        names = [self.submit(self.prompt(prompt), max_tokens, **sampling) for _ in range(batch)]
+        self.until(lambda: all(self.tokens[name] for name in names))
+        self.window(warm)
+        return names
