@@ -13,14 +13,14 @@ from starlette.responses import Response
 from mstar.runtime.family import family_code
 from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
 from mstar_server.openai.image_response import ImageEvents, images_response
 from mstar_server.openai.text_answers import check_room, collect
 from mstar_server.openapi import answers, body_of
 from mstar_server.protocols import Service
-from mstar_server.sse import EventStream, data_event
+from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -89,4 +89,4 @@ async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> As
                 elif data := await asyncio.to_thread(events.delta, which, delta):
                     yield data
     except Exception as error:  # the status line is out: the error becomes the stream's last event
-        yield b"event: error\n" + data_event(error_object(as_request_error(error)))
+        yield named_event(error_event(as_request_error(error)))

@@ -25,7 +25,7 @@ from mstar_server.openai.responses.store import ResponseStore, Stored
 from mstar_server.openai.text_answers import collect, token_bytes_of
 from mstar_server.openapi import answers
 from mstar_server.protocols import Answer
-from mstar_server.sse import EventStream
+from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -247,6 +247,6 @@ class _Sequence:
         return b"".join(map(self._one, events))
 
     def _one(self, event: Event) -> bytes:
-        data = _encode({**event, "sequence_number": self._next})
+        data = named_event({**event, "sequence_number": self._next})
         self._next += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+        return data
