@@ -18,6 +18,7 @@ from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error
 from mstar_server.media.decoder import Media
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.responses.items import Event, Items
 from mstar_server.openai.responses.request import ResponseRequest, Translation, translate
@@ -66,6 +67,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 
 async def _tasks(adapter: Any, translation: Translation, spec: ModelSpec, media: Media) -> Sequence[Task]:
     try:
+        check_body(adapter, translation.chat)
         return await chat_tasks(adapter, translation.chat, spec, media)
     except RequestError as error:
         raise translation.blame(error) from None
