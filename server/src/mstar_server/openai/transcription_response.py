@@ -14,7 +14,7 @@ from mstar_server.errors import as_request_error, error_event
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.sse import DONE, data_event
 
-__all__ = ["events", "logprob_objects", "whole"]
+__all__ = ["Spell", "events", "logprob_objects", "whole"]
 
 Spell = Callable[[int], bytes]
 

@@ -177,7 +177,9 @@ class Session:
         if new.kind != self.settings.kind and self.running.busy:
             raise RequestError("'session.type' cannot change while something runs", param="session.type")
         asked = session.get("model") if isinstance(session, dict) else None
-        self.settings = self.model.changed(self.settings, new, asked)
+        changed = self.model.changed(self.settings, new, asked)
+        await self.model.check_included(changed)
+        self.settings = changed
         self._watch_turns()
         await self._tell_session("updated")
 
