@@ -113,6 +113,9 @@ def test_models_on_demand_have_a_worker_only_while_they_are_used() -> None:
     ) as server:  # fmt: skip
         before = set(os.listdir("/dev/shm"))
         assert workers(*keys) == []
+        voices = server.http.get("/v1/audio/voices").json()["data"]
+        assert [(voice["id"], voice["models"]) for voice in voices][:1] == [("ann", ["mini_tts"])]
+        assert workers(*keys) == [], "nothing is loaded for a list"
         for key in keys:
             reply = server.http.post("/generate", json={**LONG, "model": key}, timeout=120)
             assert reply.status_code == 200, reply.text

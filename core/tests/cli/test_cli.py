@@ -360,7 +360,7 @@ def test_serve_with_several_models_some_on_demand(mstar: Run, server: FakeServer
         "host": "127.0.0.1", "port": 8000, "api_key": None, "idle_unload_s": 5.0, "load_wait_s": 9.0, "max_loaded": 1,
         "max_key_requests": 7, "cors": ("https://a.example", "*"), "root_path": "/m", "drain_s": 3.0,
     }  # fmt: skip
-    spec, make = server.served["on_demand"]["toy-chat"]
+    spec, make, _ = server.served["on_demand"]["toy-chat"]
     assert (spec.key, make(), server.opened["config"]) == ("toy-chat", "the service", config)
 
 

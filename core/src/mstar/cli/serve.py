@@ -176,7 +176,14 @@ def _run(arguments: argparse.Namespace, context: Context) -> None:
         spec.key: functools.partial(_open, key, arguments, settings, registry, configs.get(key))
         for key, spec in specs.items()
     }
-    later = {specs[key].key: (specs[key], makers[specs[key].key]) for key in arguments.on_demand}
+    later = {
+        specs[key].key: (
+            specs[key],
+            makers[specs[key].key],
+            functools.partial(_processor, key, arguments, settings, registry, configs.get(key)),
+        )
+        for key in arguments.on_demand
+    }
     now = {key: make() for key, make in makers.items() if key not in later}
     serve(now, registry, options, later)
 
@@ -241,7 +248,20 @@ def _model(key: str, registry: Registry, config: Path | None) -> ModelSpec:
 def _open(key: str, arguments: argparse.Namespace, settings: Settings, registry: Registry, config: Path | None) -> Any:
     from mstar.runtime.service import open_service  # imports numpy and zmq: only when a model is served
 
-    overrides = {
+    return open_service(key, settings, _overrides(arguments), registry, config=config)
+
+
+def _processor(
+    key: str, arguments: argparse.Namespace, settings: Settings, registry: Registry, config: Path | None
+) -> Any:
+    """The processor of a model that is not loaded, if that takes no download."""
+    from mstar.runtime.processors import present_processor
+
+    return present_processor(key, settings, _overrides(arguments), registry, config=config)
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "weights": arguments.weights,
         "device": arguments.device,
         "dtype": arguments.dtype,
@@ -250,7 +270,6 @@ def _open(key: str, arguments: argparse.Namespace, settings: Settings, registry:
         "request_timeout_s": arguments.request_timeout,
         **engine_options(arguments),
     }
-    return open_service(key, settings, overrides, registry, config=config)
 
 
 def _server() -> tuple[Any, Any]:
