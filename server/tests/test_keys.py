@@ -36,6 +36,7 @@ def walk(routes):
 
 
 async def test_every_route_of_the_router_but_health_wants_a_key(kit):
+    """H1"""
     service = kit.Service(kit.HELLO)
     app = create_app({"tiny": service}, kit.Hooks(), ServerOptions(api_key="k"))
     seen = set()
@@ -66,6 +67,7 @@ async def test_every_route_of_the_router_but_health_wants_a_key(kit):
     ],
 )
 async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine):
+    """F2"""
     async with kit.server(kit.Service(kit.HELLO), api_key="sk") as address:
         asked = connect(f"ws://{address}/generate/ws{query}", additional_headers=headers, subprotocols=protocols)
         if not fine:
@@ -81,7 +83,7 @@ async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocol
 
 
 async def test_the_key_in_a_query_opens_no_http_route(kit):
-    """A query lands in logs of proxies; only where nothing else is possible is it taken."""
+    """F2: a query lands in logs of proxies; only where nothing else is possible is it taken."""
     async with kit.client(kit.Service(), api_key="k") as client:
         assert (await client.get("/v1/models?api_key=k")).status_code == 401
 
