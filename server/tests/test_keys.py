@@ -66,10 +66,11 @@ async def test_every_route_of_the_router_but_health_wants_a_key(kit):
         ({}, "", ["realtime", f"{SUBPROTOCOL}sk", "openai-beta.realtime-v1"], True),
     ],
 )
-async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine):
+@pytest.mark.parametrize(("path", "first"), [("/generate/ws", "delta"), ("/v1/realtime", "session.created")])
+async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine, path, first):
     """F2"""
     async with kit.server(kit.Service(kit.HELLO), api_key="sk") as address:
-        asked = connect(f"ws://{address}/generate/ws{query}", additional_headers=headers, subprotocols=protocols)
+        asked = connect(f"ws://{address}{path}{query}", additional_headers=headers, subprotocols=protocols)
         if not fine:
             with pytest.raises(InvalidStatus) as caught:
                 async with asked:
@@ -79,7 +80,7 @@ async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocol
         async with asked as socket:
             assert socket.subprotocol == (protocols[0] if protocols else None)
             await socket.send("{}")
-            assert json.loads(await socket.recv())["type"] == "delta"
+            assert json.loads(await socket.recv())["type"] == first
 
 
 async def test_the_key_in_a_query_opens_no_http_route(kit):
