@@ -16,6 +16,7 @@ import httpx
 
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
+from mstar.runtime.processors import present_processor
 from mstar.runtime.service import open_service
 from mstar.settings import Settings
 from mstar_server.on_demand import Shelf
@@ -78,7 +79,8 @@ def serving(
             shelf = Shelf(options)
             for key in on_demand:
                 make = partial(open_service, key, settings, overrides, registry)
-                services[key] = shelf.add(registry.model(key), make)
+                peek = partial(present_processor, key, settings, overrides, registry)
+                services[key] = shelf.add(registry.model(key), make, peek)
             task = asyncio.create_task(serve_async(services, registry, options, listener))
             stopped = asyncio.create_task(asyncio.to_thread(stop.wait))
             await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)

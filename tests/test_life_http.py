@@ -98,6 +98,7 @@ def test_a_worker_that_hangs(server: Server) -> None:
 
 
 def test_a_worker_that_is_killed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H11"""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     figures = importlib.import_module("kill_worker").run(kills=2, clients=4, seed=1, ready_within_s=90.0)
     assert figures["faults"] == []
@@ -106,6 +107,7 @@ def test_a_worker_that_is_killed_under_load(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_models_on_demand_have_a_worker_only_while_they_are_used() -> None:
+    """H6"""
     keys = ("mini_tts", "mini_seq2seq")
     with serving(
         on_demand=keys, extra_plugins=PLUGINS,
@@ -113,6 +115,9 @@ def test_models_on_demand_have_a_worker_only_while_they_are_used() -> None:
     ) as server:  # fmt: skip
         before = set(os.listdir("/dev/shm"))
         assert workers(*keys) == []
+        voices = server.http.get("/v1/audio/voices").json()["data"]
+        assert [(voice["id"], voice["models"]) for voice in voices][:1] == [("ann", ["mini_tts"])]
+        assert workers(*keys) == [], "nothing is loaded for a list"
         for key in keys:
             reply = server.http.post("/generate", json={**LONG, "model": key}, timeout=120)
             assert reply.status_code == 200, reply.text

@@ -77,6 +77,7 @@ async def test_a_body_over_the_limit_is_a_413_declared_or_not(kit, chat):
 
 
 async def test_every_route_but_health_wants_the_key(kit, chat):
+    """H1"""
     async with kit.client(kit.Service(kit.HELLO), api_key="sécret") as client:
         schema = (await client.get("/openapi.json", headers={"authorization": "Bearer sécret".encode()})).json()
         assert CHAT in schema["paths"]
@@ -156,6 +157,8 @@ async def test_a_plugin_that_breaks_a_contract_is_put_aside_and_the_others_serve
 
 
 async def test_a_bug_in_a_route_is_a_500_of_the_contract(kit, caplog):
+    """H11"""
+
     class Plugin:
         @hookimpl
         def mstar_api(self, registry):
@@ -184,7 +187,7 @@ class BrokenAdapter:
 
 
 async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, caplog):
-    """Its adapter, its processor (before the answer began) and its renderer (after)."""
+    """H11: its adapter, its processor (before the answer began) and its renderer (after)."""
 
     class Plugin:
         @hookimpl

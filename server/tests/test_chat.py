@@ -425,7 +425,8 @@ async def test_an_error_after_the_first_byte_is_a_typed_event_and_the_end(kit, c
         reply = await client.post(URL, json=chat(stream=True))
     assert reply.status_code == 200
     last = json.loads(events(reply.text)[-1])
-    assert last == {"error": {"message": "worker died", "type": "server_error", "param": None, "code": "worker_died"}}
+    said = {"message": "worker died", "type": "server_error", "param": None, "code": "worker_died"}
+    assert last == {"type": "error", "status": 503, "error": said}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,5 +1,6 @@
 """Rules that hold on every route, whoever wrote it: the routes are taken from the router."""
 
+import base64
 import io
 import wave
 
@@ -126,3 +127,62 @@ def test_every_operation_documents_its_answers(kit):
 async def test_the_document_is_served(kit, path):
     async with kit.client() as client:
         assert (await client.get(path)).status_code == 200
+
+
+URL = "data:image/png;base64," + base64.b64encode(picture()).decode()
+SPOKEN = base64.b64encode(sound()).decode()
+SEEN = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": URL}]}]}
+ITEMS = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]}
+WITH_FILES = {
+    "/v1/chat/completions": ("chat", {"json": SEEN}),
+    "/v1/responses": ("chat", {"json": ITEMS}),
+    "/v1/audio/speech": ("speech", {"json": {"input": "hi", "ref_audio": SPOKEN}}),
+    "/v1/audio/transcriptions": ("transcription", {"data": {}, "files": FILE}),
+    "/v1/audio/translations": ("translation", {"data": {}, "files": FILE}),
+    "/v1/images/edits": ("image_edit", {"data": {"prompt": "hi"}, "files": IMAGE}),
+    "/v1/videos": ("video", {"data": {"prompt": "hi"}, "files": {"input_reference": IMAGE["image"]}}),
+    "/v1/videos/generations": ("video", {"json": {"prompt": "hi", "input_reference": URL}}),
+    "/generate": ("generate", {"json": {"text": "hi", "files": [{"data": URL}]}}),
+}
+"""A request with a file for each route that takes some, with the ability that it needs."""
+
+
+@pytest.mark.parametrize("route", WITH_FILES)
+@pytest.mark.parametrize("wrong", [{"stepz": 3}, {"steps": 51}], ids=["unknown", "out of bounds"])
+async def test_no_file_is_decoded_for_a_request_with_a_wrong_field(kit, route, wrong):
+    """C6, E4, E20 and their kind: what costs nothing is judged first."""
+    ability, sent = WITH_FILES[route]
+    (kind, body), *files = sent.items()
+    extra = {"model_kwargs": wrong} if route == "/generate" else wrong
+    spoken = kit.Service(kit.HELLO, abilities=(ability,))
+    async with kit.client(spoken) as client:
+        answer = await client.post(route, **{kind: {**body, "model": "tiny", **extra}}, **dict(files))
+        pool = client._transport.app.state.mstar.media.pool
+        assert pool.pids == [], "a decoder has been started"
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"].endswith(next(iter(wrong))), error
+    assert "steps" in error["message"], error
+    assert not spoken.tasks
+
+
+@pytest.mark.parametrize("route", WITH_FILES)
+async def test_the_same_request_without_the_wrong_field_is_decoded(kit, route):
+    ability, sent = WITH_FILES[route]
+    (kind, body), *files = sent.items()
+    spoken = kit.Service(kit.HELLO, abilities=(ability,))
+    async with kit.client(spoken) as client:
+        await client.post(route, **{kind: {**body, "model": "tiny"}}, **dict(files))
+        assert client._transport.app.state.mstar.media.pool.pids
+    assert spoken.tasks
+
+
+def test_every_route_that_takes_files_is_tried(kit):
+    """A new one has to say here how it is asked. Voices are judged by :mod:`test_voices`."""
+    document = create_app({}, kit.Hooks()).openapi()
+    forms = {
+        path
+        for path, operations in document["paths"].items()
+        if "multipart/form-data" in operations.get("post", {}).get("requestBody", {}).get("content", {})
+    }
+    assert forms - {"/v1/images/generations"} <= WITH_FILES.keys()

@@ -36,6 +36,7 @@ def walk(routes):
 
 
 async def test_every_route_of_the_router_but_health_wants_a_key(kit):
+    """H1"""
     service = kit.Service(kit.HELLO)
     app = create_app({"tiny": service}, kit.Hooks(), ServerOptions(api_key="k"))
     seen = set()
@@ -65,9 +66,11 @@ async def test_every_route_of_the_router_but_health_wants_a_key(kit):
         ({}, "", ["realtime", f"{SUBPROTOCOL}sk", "openai-beta.realtime-v1"], True),
     ],
 )
-async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine):
+@pytest.mark.parametrize(("path", "first"), [("/generate/ws", "delta"), ("/v1/realtime", "session.created")])
+async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine, path, first):
+    """F2"""
     async with kit.server(kit.Service(kit.HELLO), api_key="sk") as address:
-        asked = connect(f"ws://{address}/generate/ws{query}", additional_headers=headers, subprotocols=protocols)
+        asked = connect(f"ws://{address}{path}{query}", additional_headers=headers, subprotocols=protocols)
         if not fine:
             with pytest.raises(InvalidStatus) as caught:
                 async with asked:
@@ -77,11 +80,11 @@ async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocol
         async with asked as socket:
             assert socket.subprotocol == (protocols[0] if protocols else None)
             await socket.send("{}")
-            assert json.loads(await socket.recv())["type"] == "delta"
+            assert json.loads(await socket.recv())["type"] == first
 
 
 async def test_the_key_in_a_query_opens_no_http_route(kit):
-    """A query lands in logs of proxies; only where nothing else is possible is it taken."""
+    """F2: a query lands in logs of proxies; only where nothing else is possible is it taken."""
     async with kit.client(kit.Service(), api_key="k") as client:
         assert (await client.get("/v1/models?api_key=k")).status_code == 401
 

@@ -9,6 +9,7 @@ import pytest
 
 from mstar.cluster.base import Phase
 from mstar.spec.errors import SetupError
+from mstar.spec.processor import Voice
 from mstar_server.on_demand import Shelf
 from mstar_server.options import ServerOptions
 
@@ -42,12 +43,12 @@ async def house(kit):
     """Starts a server's application with models on demand; gives the client and the loads by key."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*keys, resident=(), at_once=True, **options):
+        async def start(*keys, resident=(), at_once=True, peeks=(), **options):
             shelf = Shelf(ServerOptions(**options))
             loads = {key: Loads(kit, at_once) for key in keys}
             for key, load in loads.items():
                 load.key = key
-            models = [shelf.add(kit.make_spec(key=key), loads[key]) for key in keys]
+            models = [shelf.add(kit.make_spec(key=key), loads[key], *peeks) for key in keys]
             for model in models:
                 stack.push_async_callback(model.stop)
             client = await stack.enter_async_context(kit.client(*resident, *models, **options))
@@ -76,6 +77,7 @@ async def test_the_first_request_loads_and_waits(house, chat):
 
 
 async def test_many_first_requests_are_one_load(house, chat):
+    """D38, H6"""
     client, loads, _ = await house("a", at_once=False)
     asked = [asyncio.create_task(client.post(CHAT, json=chat(model="a", stream=bool(n % 2)))) for n in range(6)]
     await until(lambda: loads["a"].made)
@@ -89,6 +91,7 @@ async def test_many_first_requests_are_one_load(house, chat):
 
 
 async def test_a_load_that_takes_long_is_a_503_with_its_phase(house, chat):
+    """H3"""
     client, loads, _ = await house("a", at_once=False, load_wait_s=0.05)
     first = await client.post(CHAT, json=chat(model="a"))
     limited = await client.post(CHAT, json=chat(model="a", stream=True), headers={"X-Request-Timeout": "0.01"})
@@ -103,6 +106,7 @@ async def test_a_load_that_takes_long_is_a_503_with_its_phase(house, chat):
 
 @pytest.mark.parametrize("error", [SetupError("no weights there"), ZeroDivisionError("oops")])
 async def test_a_load_that_fails_is_not_hammered(house, chat, monkeypatch, caplog, error):
+    """H7"""
     client, loads, models = await house("a")
     loads["a"].error = error
     replies = [await client.post(CHAT, json=chat(model="a")) for _ in range(20)]
@@ -153,6 +157,7 @@ async def test_unload_and_load_by_hand(house, kit, chat):
 
 @pytest.mark.parametrize("idle", [0.0, 0.2])
 async def test_unloaded_when_idle(house, chat, idle):
+    """H6"""
     client, loads, _ = await house("a", idle_unload_s=idle)
     assert (await client.post(CHAT, json=chat(model="a"))).status_code == 200
     first = loads["a"].made[0]
@@ -174,6 +179,7 @@ async def test_unloaded_when_idle(house, chat, idle):
 
 
 async def test_never_unloaded_by_default(house, chat):
+    """H6"""
     client, loads, _ = await house("a")
     assert (await client.post(CHAT, json=chat(model="a"))).status_code == 200
     await asyncio.sleep(0.3)
@@ -181,6 +187,7 @@ async def test_never_unloaded_by_default(house, chat):
 
 
 async def test_a_request_that_comes_while_it_is_unloaded_loads_it_again(house, chat):
+    """H6"""
     client, loads, models = await house("a")
     await client.post("/v1/models/a/load")
     first, stopping = loads["a"].made[0], asyncio.Event()
@@ -243,3 +250,52 @@ async def test_a_model_that_is_being_unloaded_makes_room(house, chat):
     stopping.set()
     assert (await request).status_code == 200
     assert (await unloading).status_code == 200
+
+
+async def voices(client) -> list[str]:
+    return [voice["id"] for voice in (await client.get("/v1/audio/voices")).json()["data"]]
+
+
+async def test_voices_are_listed_before_their_model_is_loaded_and_after(kit, house, chat):
+    asked = []
+
+    def peek():
+        asked.append(1)
+        return kit.Service().processor
+
+    client, loads, (model,) = await house("big", peeks=(peek,))
+    assert await voices(client) == await voices(client) == ["ann", "bob"]
+    assert (len(asked), loads["big"].made) == (1, []), "looked for once, and nothing is loaded for it"
+    assert (await client.get("/v1/audio/voices/ann")).json()["models"] == ["big"]
+    assert (await client.post(CHAT, json=chat(model="big"))).status_code == 200
+    loads["big"].made[0].processor.voices = lambda: (Voice("carl"),)
+    assert await voices(client) == ["carl"], "whatever the loaded model says"
+    await model.unload()
+    assert await voices(client) == ["carl"]
+    assert len(asked) == 1
+
+
+async def test_a_model_whose_weights_are_not_there_has_no_voices_yet(kit, house):
+    there = []
+    client, loads, _ = await house("big", peeks=(lambda: kit.Service().processor if there else None,))
+    assert await voices(client) == []
+    there.append("weights")
+    assert await voices(client) == ["ann", "bob"]
+    assert loads["big"].made == []
+
+
+async def test_a_processor_that_is_broken_costs_only_its_own_voices(kit, house, caplog):
+    def peek():
+        raise SetupError("the tokenizer is missing")
+
+    client, _, _ = await house("big", peeks=(peek,), resident=(kit.Service(key="small"),))
+    assert await voices(client) == await voices(client) == ["ann", "bob"]
+    assert caplog.text.count("the tokenizer is missing") == 1
+
+
+async def test_a_voice_of_a_model_that_is_not_loaded_cannot_be_uploaded_again(kit, house):
+    client, _, _ = await house("big", peeks=(lambda: kit.Service().processor,))
+    reply = await client.post(
+        "/v1/audio/voices", data={"name": "ann"}, files={"audio_sample": ("a.wav", b"RIFF", "audio/wav")}
+    )
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "voice_exists")

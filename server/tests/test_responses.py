@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -236,4 +237,17 @@ async def test_what_is_too_old_is_gone():
     await store.put("", Stored("resp_1", None, [], {"output": []}))
     with pytest.raises(RequestError):
         await store.get("", "resp_1")
+    store.close()
+
+
+async def test_nobodys_responses_make_room_for_anothers():
+    store = ResponseStore(None, most=3, age_s=100)
+    for name, tenant in (("a", "ann"), *((f"b{number}", "bob") for number in range(5))):
+        await store.put(tenant, Stored(name, None, [], {"id": name}))
+    assert (await store.get("ann", "a")).id == "a"
+    left = []
+    for number in range(5):
+        with contextlib.suppress(RequestError):
+            left.append((await store.get("bob", f"b{number}")).id)
+    assert left == ["b3", "b4"]
     store.close()

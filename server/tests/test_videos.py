@@ -15,7 +15,7 @@ from mstar.spec.errors import RequestError, SetupError, TooBusy
 from mstar.spec.processor import AudioDelta, FramesDelta, ProgressDelta
 from mstar_server import exchange
 from mstar_server.media.encode.clip import ClipWriter
-from mstar_server.videos.store import VideoRecord, VideoStore
+from mstar_server.videos.store import Room, VideoRecord, VideoStore
 
 URL = "/v1/videos"
 FRAMES = FramesDelta(np.full((2, 16, 32, 3), 96, np.uint8), 8, "video")
@@ -101,7 +101,7 @@ async def test_a_server_that_stops_leaves_books(kit, tmp_path):
         whole, part = [(await client.post(URL, json=body())).json()["id"] for _ in range(2)]
         await ended(client, whole)
         with pytest.raises(SetupError, match="another server uses it"):
-            VideoStore(tmp_path / "videos", 1, 1, 1)
+            VideoStore(tmp_path / "videos", Room(), Room(), 1)
     assert service.answers[1].reason == "cancelled"
     async with kit.client(service, state_dir=tmp_path) as client:
         assert (await ended(client, whole))["status"] == "completed"
@@ -112,11 +112,11 @@ async def test_a_server_that_stops_leaves_books(kit, tmp_path):
 
 
 async def test_a_server_that_died_leaves_failed_jobs(tmp_path):
-    store = VideoStore(tmp_path, 10, 10**9, 100)
+    store = VideoStore(tmp_path, Room(), Room(), 100)
     await store.add(VideoRecord("video_1", "", "tiny", "a", "4", "auto"))
     store.file("video_1", "video").write_bytes(b"half")
     store.close()
-    again = VideoStore(tmp_path, 10, 10**9, 100)
+    again = VideoStore(tmp_path, Room(), Room(), 100)
     record = await again.get("", "video_1")
     assert (record.status, record.error["code"]) == ("failed", "server_restarted")
     assert not again.file("video_1", "video").exists()
@@ -159,18 +159,18 @@ async def test_other_tenants_videos_are_not_there(kit, monkeypatch):
         assert [video["id"] for video in (await client.get(URL)).json()["data"]] == [video_id]
 
 
-async def fill(store, number, **changes):
-    record = VideoRecord(f"video_{number}", "", "tiny", "a", "4", "auto", created=1000.0 + number)
+async def fill(store, number, tenant="", size=10):
+    record = VideoRecord(f"video_{number}", tenant, "tiny", "a", "4", "auto", created=1000.0 + number)
     await store.add(record)
-    store.file(record.id, "video").write_bytes(b"x" * 10)
-    await store.update(record, status="completed", completed=time.time() + number, bytes=10, **changes)
+    store.file(record.id, "video").write_bytes(b"x" * size)
+    await store.update(record, status="completed", completed=time.time() + number, bytes=size)
 
 
 @pytest.mark.parametrize(
     ("most", "most_bytes", "left"), [(3, 10**9, [4, 3, 2]), (100, 25, [4, 3]), (100, 10**9, [4, 3, 2, 1, 0])]
 )
 async def test_the_oldest_make_room(tmp_path, most, most_bytes, left):
-    store = VideoStore(tmp_path, most, most_bytes, 100)
+    store = VideoStore(tmp_path, Room(most, most_bytes), Room(), 100)
     for number in range(5):
         await fill(store, number)
     page, more = await store.page("", 100, None, True)
@@ -179,8 +179,83 @@ async def test_the_oldest_make_room(tmp_path, most, most_bytes, left):
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("room", "each", "ann", "bob"),
+    [
+        (Room(4), Room(), [0], [5, 4, 3]),
+        (Room(bytes=45), Room(), [0], [5, 4, 3]),
+        (Room(), Room(2), [0], [5, 4]),
+        (Room(), Room(bytes=25), [0], [5, 4]),
+        (Room(1), Room(), [], [5]),
+    ],
+)
+async def test_nobodys_videos_make_room_for_anothers(tmp_path, room, each, ann, bob):
+    store = VideoStore(tmp_path, room, each, 100)
+    await fill(store, 0, "ann")
+    for number in range(1, 6):
+        await fill(store, number, "bob")
+    for tenant, left in (("ann", ann), ("bob", bob)):
+        page, _ = await store.page(tenant, 100, None, True)
+        assert [record.id for record in page] == [f"video_{number}" for number in left]
+    assert {file.name for file in tmp_path.glob("*.mp4")} == {f"video_{number}.mp4" for number in (*ann, *bob)}
+    store.close()
+
+
+async def test_what_is_being_made_is_never_dropped(tmp_path):
+    store = VideoStore(tmp_path, Room(2), Room(1), 100)
+    for number in range(4):
+        await store.add(VideoRecord(f"video_{number}", "ann", "tiny", "a", "4", "auto", created=float(number)))
+    await fill(store, 9, "bob")
+    assert len((await store.page("ann", 100, None, True))[0]) == 4
+    assert (await store.page("bob", 100, None, True))[0] == []
+    store.close()
+
+
+async def test_a_job_counts_as_its_keys_request_until_it_ends(kit, keys):
+    path, (ann, bob) = keys("ann", "bob", max_requests=2)
+    going = asyncio.Event()
+    service = kit.Service((FRAMES, going), **SPEC)
+    async with kit.client(service, api_keys=path) as client:
+
+        async def begin(key):
+            return await client.post(URL, json=body(), headers={"authorization": f"Bearer {key}"})
+
+        kept = [(await begin(ann)).json()["id"] for _ in range(2)]
+        refused = await begin(ann)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (await begin(bob)).status_code == 200
+        await client.delete(f"{URL}/{kept[0]}", headers={"authorization": f"Bearer {ann}"})
+        assert (await begin(ann)).status_code == 200
+        assert (await begin(ann)).status_code == 429
+        going.set()
+        client.headers["authorization"] = f"Bearer {ann}"
+        await ended(client, kept[1])
+        for _ in range(3):
+            video = (await begin(ann)).json()
+            assert (await ended(client, video["id"]))["status"] == "completed"
+        limits = client._transport.app.state.mstar.exchanges.limits
+        client.headers["authorization"] = f"Bearer {bob}"
+        await asyncio.gather(*(ended(client, v["id"]) for v in (await client.get(URL)).json()["data"]))
+        assert limits._running == {}
+
+
+async def test_a_job_that_is_refused_does_not_count(kit, keys):
+    path, (key,) = keys("ann", max_requests=1)
+    service = kit.Service((TooBusy("the queue is full"),), **SPEC)
+    async with kit.client(service, api_keys=path, headers={"authorization": f"Bearer {key}"}) as client:
+        for _ in range(3):
+            assert (await client.post(URL, json=body())).json()["error"]["code"] == "queue_full"
+
+
+async def test_a_job_has_a_time(kit):
+    service = kit.Service((FRAMES,), **SPEC)
+    async with kit.client(service, video_timeout_s=77.0) as client:
+        await client.post(URL, json=body(), headers={"X-Request-Timeout": "9"})
+    assert service.tasks[0].timeout == 77.0
+
+
 async def test_what_is_too_old_is_gone(tmp_path):
-    store = VideoStore(tmp_path, 10, 10**9, -100)
+    store = VideoStore(tmp_path, Room(), Room(), -100)
     await fill(store, 0)
     with pytest.raises(RequestError):
         await store.get("", "video_0")
@@ -189,7 +264,7 @@ async def test_what_is_too_old_is_gone(tmp_path):
 
 
 async def test_a_deleted_job_is_not_written_down_again(tmp_path):
-    store = VideoStore(None, 10, 10**9, 100)
+    store = VideoStore(None, Room(), Room(), 100)
     record = VideoRecord("video_1", "ann", "tiny", "a", "4", "auto")
     await store.add(record)
     await store.delete("ann", "video_1")

@@ -99,7 +99,8 @@ def mstar_openai(spec: ModelSpec) -> dict[str, str]:  # type: ignore[empty-body]
     Called by the server, in the API process, once for each model that it serves. Return an empty dict for models that
     are not yours; a family's adapter wins over the server's own for the same ability. An adapter is built with the spec
     and the server's options and asked for ``tasks(body)``; where requests carry files, for ``tasks(body, media)``, with
-    the decoded files by their place."""
+    the decoded files by their place. One that has ``check(body)`` too is asked that first, so that no file is decoded
+    for a request that it refuses in any case."""
 
 
 @hookspec

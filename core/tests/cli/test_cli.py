@@ -50,6 +50,12 @@ def test_version(mstar: Run) -> None:
         (("serve", "toy-chat", "toy-gated", "--weights", "x"), "--weights is for one model"),
         (("serve", "toy-chat", "--idle-unload", "soon"), "'soon' is not a number of seconds"),
         (("serve", "toy-chat", "--request-timeout", "0"), "0 seconds are none"),
+        (("serve", "toy-chat", "--max-file", "much"), "is not a size such as 64MiB"),
+        (("serve", "toy-chat", "--max-body", "0.1"), "is not a size"),
+        (("serve", "toy-chat", "--max-pixels", "0"), "at least 1"),
+        (("serve", "toy-chat", "--max-audio-seconds", "0"), "0 seconds are none"),
+        (("serve", "toy-chat", "--media-host", "https://a.example"), "is not a host such as example.com"),
+        (("serve", "toy-chat", "--media-host", "a.example"), "--allow-remote-media allows that they are"),
         (("serve", "toy-chat", "--cors", "example.com/x"), "'example.com/x' is not an origin"),
         (("serve", "toy-chat", "--root-path", "mstar"), "'mstar' is not a path"),
         (("serve", "toy-chta"), "there is no model 'toy-chta'; did you mean 'toy-chat'?"),
@@ -360,8 +366,33 @@ def test_serve_with_several_models_some_on_demand(mstar: Run, server: FakeServer
         "host": "127.0.0.1", "port": 8000, "api_key": None, "idle_unload_s": 5.0, "load_wait_s": 9.0, "max_loaded": 1,
         "max_key_requests": 7, "cors": ("https://a.example", "*"), "root_path": "/m", "drain_s": 3.0,
     }  # fmt: skip
-    spec, make = server.served["on_demand"]["toy-chat"]
+    spec, make, _ = server.served["on_demand"]["toy-chat"]
     assert (spec.key, make(), server.opened["config"]) == ("toy-chat", "the service", config)
+
+
+def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None:
+    words = {
+        "--max-body": ("1GiB", "max_body_bytes", 2**30),
+        "--max-file": ("1.5GB", "max_file_bytes", 1_500_000_000),
+        "--max-decoded": ("4096", "max_decoded_bytes", 4096),
+        "--max-files": ("3", "max_files", 3),
+        "--max-pixels": ("1000000", "max_pixels", 10**6),
+        "--max-video-pixels": ("7", "max_video_pixels", 7),
+        "--max-video-frames": ("8", "max_video_frames", 8),
+        "--max-video-seconds": ("9.5", "max_video_s", 9.5),
+        "--max-audio-seconds": ("10", "max_audio_s", 10.0),
+        "--media-timeout": ("11", "media_timeout_s", 11.0),
+        "--fetch-timeout": ("12", "fetch_timeout_s", 12.0),
+        "--media-processes": ("2", "media_processes", 2),
+        "--video-timeout": ("13", "video_timeout_s", 13.0),
+    }
+    flat = [word for flag, (value, *_) in words.items() for word in (flag, value)]
+    hosts = ("--allow-remote-media", "--media-host", "A.example", "--media-host", "*.b.example")
+    status, _, err = mstar("serve", "toy-chat", *flat, *hosts)
+    assert (status, err) == (0, "")
+    given = server.served["options"]
+    assert {name: given[name] for _, name, _ in words.values()} == {name: value for _, name, value in words.values()}
+    assert (given["allow_remote_media"], given["media_hosts"]) == (True, ("a.example", "*.b.example"))
 
 
 def test_a_deployment_file_must_be_of_one_of_several_models(mstar: Run, server: FakeServer, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from mstar_server.json_body import json_fault
 __all__ = [
     "ErrorMiddleware",
     "as_request_error",
+    "error_event",
     "error_object",
     "error_response",
     "install_handlers",
@@ -68,6 +69,14 @@ def as_request_error(error: BaseException, target: str = "") -> RequestError:
 def error_object(error: RequestError) -> dict[str, Any]:
     param = None if error.param is None else _readable(error.param)
     return {"error": {"message": _readable(error.message), "type": error.type, "param": param, "code": error.code}}
+
+
+def error_event(error: RequestError) -> dict[str, Any]:
+    """*error* where no status line can be sent any more: the last event of a stream, on every route that has no other
+    word for it; with the status that it would have had. OpenAI's clients raise what is under ``error``."""
+    retry_after = getattr(error, "retry_after", None)
+    later = {} if retry_after is None else {"retry_after": retry_after}
+    return {"type": "error", "status": error.status, **later, **error_object(error)}
 
 
 def _readable(text: str) -> str:

@@ -17,7 +17,7 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -71,7 +71,7 @@ class Exchange:
         self.task: asyncio.Future[Any] | None = None
         self.scope: Scope = {}
         self.span: Any = None  # of whoever traces it
-        self._entered = False
+        self._entered = self._handed_over = False
 
     @property
     def route(self) -> str:
@@ -89,6 +89,20 @@ class Exchange:
         if not self._entered:
             self.book.limits.enter(self.caller)
             self._entered = True
+
+    def hand_over(self) -> Callable[[], None]:
+        """Its place among its caller's requests, for work that goes on when it has ended. What is returned gives that
+        back, and does nothing when it is called again."""
+        held = self._entered and not self._handed_over
+        self._handed_over = self._handed_over or held
+
+        def leave() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self.book.limits.leave(self.caller)
+
+        return leave
 
     def remaining(self) -> float | None:
         """Seconds that are left. Raises status 504 when there are none."""
@@ -139,7 +153,7 @@ class Exchange:
         for answer in self.answers.values():
             answer.close()
         self.book.remove(self)
-        if self._entered:
+        if self._entered and not self._handed_over:
             self.book.limits.leave(self.caller)
 
     def _cancel_answers(self) -> None:

@@ -14,8 +14,9 @@ from mstar.runtime.watch import Watcher
 from mstar.spec.errors import MstarError, NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
-from mstar.spec.processor import Processor
+from mstar.spec.processor import Processor, Voice
 from mstar.spec.tasks import Task
+from mstar_server.openai.speakers import model_voices
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Answer, Service
 
@@ -50,6 +51,10 @@ def model_state(service: Service) -> str:
             return "loading"
 
 
+def _nothing() -> None:
+    """For a model of which nothing is known before it is loaded."""
+
+
 class Shelf:
     """The models of a server that are loaded on demand, and the limit that they share."""
 
@@ -58,9 +63,12 @@ class Shelf:
         self._models: list[OnDemand] = []
         self._lock = asyncio.Lock()
 
-    def add(self, spec: ModelSpec, make: Callable[[], Service]) -> OnDemand:
-        """One more model. *make* opens it (weights may be fetched) and is called in a thread, once for each load."""
-        model = OnDemand(spec, make, self)
+    def add(
+        self, spec: ModelSpec, make: Callable[[], Service], peek: Callable[[], Processor | None] = _nothing
+    ) -> OnDemand:
+        """One more model. *make* opens it (weights may be fetched) and is called once for each load; *peek* makes its
+        processor alone, where that takes no fetching. Both are called in a thread."""
+        model = OnDemand(spec, make, self, peek)
         self._models.append(model)
         return model
 
@@ -95,8 +103,12 @@ class OnDemand:
     :ivar occupies: it has, or is about to have, a worker. :ivar last_used: in monotonic seconds.
     """
 
-    def __init__(self, spec: ModelSpec, make: Callable[[], Service], shelf: Shelf):
+    def __init__(
+        self, spec: ModelSpec, make: Callable[[], Service], shelf: Shelf, peek: Callable[[], Processor | None]
+    ):
         self.spec, self._make, self._shelf, self.options = spec, make, shelf, shelf.options
+        self._peek, self._peeking = peek, asyncio.Lock()
+        self._voices: list[Voice] | None = None
         self.occupies, self.last_used = False, time.monotonic()
         self.watcher: Watcher | None = None
         self._service: Service | None = None  # from its opening on, ready or not
@@ -130,6 +142,22 @@ class OnDemand:
         if self._service is None:
             raise not_ready(self.spec.key, self.phase)
         return self._service.processor
+
+    async def voices(self) -> list[Voice]:
+        """The voices that the model brings, also while it is not loaded; none where that would take fetching its
+        weights, or its processor is broken (which a load would tell)."""
+        async with self._peeking:
+            if self._voices is None:
+                try:
+                    processor = await asyncio.to_thread(self._peek) if self._service is None else self.processor
+                    if processor is not None:
+                        self._voices = await asyncio.to_thread(model_voices, self.spec, processor)
+                except NotReady:
+                    pass  # it is being loaded: known when that is done
+                except MstarError as error:
+                    log.warning("the voices of %r are not known: %s", self.spec.key, error)
+                    self._voices = []
+        return self._voices or []
 
     @property
     def limits(self) -> Mapping[str, Any]:
@@ -217,6 +245,7 @@ class OnDemand:
                 self._note_failure(error)
             raise
         self._failures, self._fault, self._retry_at = 0, "", 0.0
+        self._voices = None  # what was found without it may be less
         self._loading, self.last_used = None, time.monotonic()
         log.info("%r is loaded after %.1f s", self.spec.key, self.last_used - began)
         if self.options.idle_unload_s is not None:

@@ -60,13 +60,17 @@ class ServerOptions:
     :param max_images: largest ``n`` of a request for pictures.
     :param state_dir: where the server keeps what outlives it: stored responses, uploaded voices and videos. ``None``:
         responses and voices in memory, videos in a temporary folder.
-    :param max_videos: video jobs that are kept; more than so many lose the oldest.
+    :param max_videos: video jobs that are kept; of more the oldest go.
     :param max_running_videos: of them, those that may be unfinished; more are answered 429.
-    :param max_videos_bytes: what their files may take on disk; beyond it the oldest go.
+    :param max_videos_bytes: what their files may take on disk; beyond it the oldest go. What goes is of the client (the
+        key) that has most, so that nobody's videos are lost to another's.
+    :param max_key_videos: likewise, the jobs of one client that are kept, and :param max_key_videos_bytes: its files;
+        ``None``: as much as there is room for.
+    :param video_timeout_s: longest that a video job may take, its time in the queue included; then it fails.
     :param videos_days: how long a video is kept after it was made.
     :param responses_file: SQLite file of the responses that clients want kept (``/v1/responses``); ``None``: one in
         *state_dir*, or memory.
-    :param max_stored_responses: more than so many lose the oldest.
+    :param max_stored_responses: of more the oldest go, of the client that has most.
     :param stored_responses_days: how long they are kept.
     :param max_speech_chars: longest text to be spoken, and longest instructions or transcript beside it.
     :param max_voices: most voices that one client (one key) may upload.
@@ -126,6 +130,9 @@ class ServerOptions:
     max_videos: int = 1000
     max_running_videos: int = 64
     max_videos_bytes: int = 16 * 1024 * MIB
+    max_key_videos: int | None = None
+    max_key_videos_bytes: int | None = None
+    video_timeout_s: float = 6 * 3600.0
     videos_days: float = 1.0
     responses_file: Path | None = None
     max_stored_responses: int = 10_000

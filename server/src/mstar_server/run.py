@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
+from mstar.spec.processor import Processor
 from mstar_server.app import create_app
 from mstar_server.exchange import name_log_lines
 from mstar_server.http_protocol import BoundedHttp
@@ -40,15 +41,16 @@ def serve(
     services: Mapping[str, Service],
     registry: Registry,
     options: ServerOptions | None = None,
-    on_demand: Mapping[str, tuple[ModelSpec, Callable[[], Service]]] | None = None,
+    on_demand: Mapping[str, tuple[ModelSpec, Callable[[], Service], Callable[[], Processor | None]]] | None = None,
 ) -> None:
     """Serve until a signal. Starts and stops *services*. Raises :class:`SetupError` when the port or a model fails.
 
-    :param on_demand: models that are loaded when they are first asked for: spec and what makes the service.
+    :param on_demand: models that are loaded when they are first asked for: as for
+        :meth:`~mstar_server.on_demand.Shelf.add`.
     """
     options = options or ServerOptions()
     shelf = Shelf(options)
-    later = {key: shelf.add(spec, make) for key, (spec, make) in (on_demand or {}).items()}
+    later = {key: shelf.add(*facts) for key, facts in (on_demand or {}).items()}
     name_log_lines()
     listener = bind(options)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["DONE", "EventStream", "data_event", "json_line"]
+__all__ = ["DONE", "EventStream", "data_event", "json_line", "named_event"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,6 +20,12 @@ _encode = msgspec.json.Encoder().encode
 def data_event(value: Any) -> bytes:
     """*value* as one server-sent event. JSON has no raw line breaks, so that one ``data:`` line is enough."""
     return b"data: " + _encode(value) + b"\n\n"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """Likewise, with the event's name, its ``type``, on a line of its own: for routes whose events have names."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + data_event(value)
 
 
 def json_line(value: Any) -> bytes:

@@ -23,7 +23,7 @@ from mstar_server.openai.responses.store import ResponseStore
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.videos.jobs import VideoJobs
-from mstar_server.videos.store import VideoStore
+from mstar_server.videos.store import Room, VideoStore
 from mstar_server.voices import VoiceStore
 
 __all__ = ["ROUTES", "ServerState"]
@@ -99,8 +99,10 @@ class ServerState:
     def _open_videos(self, folder: Path | None) -> VideoJobs:
         options = self.options
         age_s = options.videos_days * 86400.0
-        store = VideoStore(folder, options.max_videos, options.max_videos_bytes, age_s)
-        return VideoJobs(store, options.max_running_videos)
+        room = Room(options.max_videos, options.max_videos_bytes)
+        each = Room(options.max_key_videos, options.max_key_videos_bytes)
+        store = VideoStore(folder, room, each, age_s)
+        return VideoJobs(store, options.max_running_videos, options.video_timeout_s)
 
     def tenant(self, request: HTTPConnection) -> str:
         """Who asks: the id of the key that the request came with; empty where the server wants none."""

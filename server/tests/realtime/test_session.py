@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from websockets.asyncio.client import connect
 
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import AudioDelta, TextDelta, ToolCallDelta
+from mstar.spec.request import TokenLogprob
 
 LIMIT_S = 10.0
 SPEECH = np.random.default_rng(1).normal(0, 0.1, 12_000)
@@ -186,6 +188,57 @@ async def test_a_transcription_session_writes_down_and_never_answers(kit, talk):
         await client.append(SPEECH)
         await client.say("input_audio_buffer.commit")
         assert (await client.until(f"{TRANSCRIPT}.completed"))[0]["previous_item_id"] == events[-1]["item_id"]
+
+
+LOGPROBS = "item.input_audio_transcription.logprobs"
+SPELLED = [
+    TextDelta(text, (token,), (TokenLogprob(token=token, logprob=value),))
+    for text, token, value in (("Hel", 1, -0.5), ("lo", 2, -1.5))
+]
+TOLD = [
+    {"token": "Hel", "bytes": list(b"Hel"), "logprob": -0.5},
+    {"token": "lo", "bytes": list(b"lo"), "logprob": -1.5},
+]
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("headers", [None, {"OpenAI-Beta": "realtime=v1"}], ids=["ga", "beta"])
+async def test_log_probabilities_come_with_the_words_where_they_are_wanted(kit, talk, live, headers):
+    abilities = ("realtime", "transcription") if live else ("transcription",)
+    made = scribe(kit, SPELLED, abilities=abilities)
+    async with talk(made, query="?intent=transcription&model=scribe", headers=headers) as client:
+        for include in (None, [LOGPROBS], []):
+            wish = {"turn_detection": None, "include": include} if headers else {**MANUAL, "include": include}
+            kind = "transcription_session" if headers else "session"
+            await client.say(f"{kind}.update", session={"type": "transcription", **wish})
+            updated = (await client.until(f"{kind}.updated", "error"))[-1]
+            assert updated["session"]["include"] == (include or None)
+            await client.append(SPEECH)
+            await client.say("input_audio_buffer.commit")
+            events = await client.until(f"{TRANSCRIPT}.completed", f"{TRANSCRIPT}.failed")
+            deltas = [event for event in events if event["type"] == f"{TRANSCRIPT}.delta"]
+            told = [event.get("logprobs") for event in (*deltas, events[-1])]
+            assert told == ([TOLD[:1], TOLD[1:], TOLD] if include else [None] * 3)
+            assert made.tasks[-1].logprobs == (0 if include else None)
+
+
+async def test_what_cannot_be_included_is_refused(kit, talk):
+    plain = scribe(kit)
+    plain.processor = SimpleNamespace(windows=plain.processor.windows)
+    async with talk(plain, query="?model=scribe") as client:
+        for include, param in (
+            ([LOGPROBS], "session.include"),
+            (["item.words"], "session.include[0]"),
+            (LOGPROBS, "session.include"),
+            ([1], "session.include"),
+        ):
+            event = await client.update(include=include)
+            assert (event["type"], event["error"]["param"]) == ("error", param), event
+        assert (await client.update(include=[]))["type"] == "session.updated"
+        await client.update(**MANUAL)
+        await client.append(SPEECH)
+        await client.say("input_audio_buffer.commit")
+        assert (await client.until(f"{TRANSCRIPT}.completed"))[-1]["transcript"] == "well said"
 
 
 async def test_a_model_that_only_writes_down_makes_a_transcription_session(kit, talk):

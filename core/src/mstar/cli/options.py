@@ -21,6 +21,7 @@ __all__ = [
     "note_unknown_licences",
     "port",
     "positive",
+    "positive_seconds",
     "seconds",
     "with_json",
     "with_key",
@@ -115,6 +116,14 @@ def seconds(value: str) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{value!r} is not a number of seconds, 0 or more")
+    return number
+
+
+def positive_seconds(value: str) -> float:
+    """A number of seconds above 0."""
+    number = seconds(value)
+    if number == 0:
+        raise argparse.ArgumentTypeError("0 seconds are none: leave the option out for its default")
     return number
 
 

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from mstar.api_keys import DEFAULT_FILE
 from mstar.cli.commands import Commands, Context, Parser, one_of
-from mstar.cli.options import accepting, engine_options, model_options, port, positive, seconds
+from mstar.cli.media_options import MEDIA_OPTIONS, media_options
+from mstar.cli.options import accepting, engine_options, model_options, port, positive, positive_seconds, seconds
 from mstar.licences import check_licence
 from mstar.log_format import LOG_FORMATS, begin_logging
 from mstar.registry import Registry, load_object
@@ -42,6 +43,8 @@ _PASSED_ON = (
     "max_loaded",
     "log_stats",
     "otel",
+    "video_timeout_s",
+    *MEDIA_OPTIONS,
 )
 """Arguments that are the server's options of the same name, where they are given."""
 
@@ -83,7 +86,7 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument("--max-concurrent", type=positive, metavar="N", help="requests that run at once; others wait")
     parser.add_argument(
         "--request-timeout",
-        type=_positive_seconds,
+        type=positive_seconds,
         metavar="SECONDS",
         help="how long a request may take, queue included",
     )
@@ -129,6 +132,14 @@ def _arguments(parser: Parser) -> None:
         metavar="DIR",
         help="where stored responses, uploaded voices and videos are kept, so that they outlive the server (default: "
         "memory and a temporary folder)",
+    )
+    media_options(parser)
+    parser.add_argument(
+        "--video-timeout",
+        type=positive_seconds,
+        dest="video_timeout_s",
+        metavar="SECONDS",
+        help="how long a video job may take, queue included (default: 21600)",
     )
     parser.add_argument(
         "--log-format",
@@ -176,7 +187,14 @@ def _run(arguments: argparse.Namespace, context: Context) -> None:
         spec.key: functools.partial(_open, key, arguments, settings, registry, configs.get(key))
         for key, spec in specs.items()
     }
-    later = {specs[key].key: (specs[key], makers[specs[key].key]) for key in arguments.on_demand}
+    later = {
+        specs[key].key: (
+            specs[key],
+            makers[specs[key].key],
+            functools.partial(_processor, key, arguments, settings, registry, configs.get(key)),
+        )
+        for key in arguments.on_demand
+    }
     now = {key: make() for key, make in makers.items() if key not in later}
     serve(now, registry, options, later)
 
@@ -219,8 +237,11 @@ def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any
     given = {name: getattr(arguments, name) for name in _PASSED_ON if getattr(arguments, name) is not None}
     if given.get("idle_unload_s", 0.0) < 0:
         del given["idle_unload_s"]
-    if arguments.cors:
-        given["cors"] = tuple(arguments.cors)
+    for name in ("cors", "media_hosts"):
+        if getattr(arguments, name):
+            given[name] = tuple(getattr(arguments, name))
+    if "media_hosts" in given and not arguments.allow_remote_media:
+        raise SetupError("--media-host says from where files are fetched: --allow-remote-media allows that they are")
     file = arguments.api_keys
     if file is None and (default := settings.config / DEFAULT_FILE).exists():
         file = default
@@ -241,7 +262,20 @@ def _model(key: str, registry: Registry, config: Path | None) -> ModelSpec:
 def _open(key: str, arguments: argparse.Namespace, settings: Settings, registry: Registry, config: Path | None) -> Any:
     from mstar.runtime.service import open_service  # imports numpy and zmq: only when a model is served
 
-    overrides = {
+    return open_service(key, settings, _overrides(arguments), registry, config=config)
+
+
+def _processor(
+    key: str, arguments: argparse.Namespace, settings: Settings, registry: Registry, config: Path | None
+) -> Any:
+    """The processor of a model that is not loaded, if that takes no download."""
+    from mstar.runtime.processors import present_processor
+
+    return present_processor(key, settings, _overrides(arguments), registry, config=config)
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
         "weights": arguments.weights,
         "device": arguments.device,
         "dtype": arguments.dtype,
@@ -250,7 +284,6 @@ def _open(key: str, arguments: argparse.Namespace, settings: Settings, registry:
         "request_timeout_s": arguments.request_timeout,
         **engine_options(arguments),
     }
-    return open_service(key, settings, overrides, registry, config=config)
 
 
 def _server() -> tuple[Any, Any]:
@@ -268,13 +301,6 @@ def _server() -> tuple[Any, Any]:
 
 def _idle(value: str) -> float:
     return -1.0 if value.strip() in ("-1", "never", "none") else seconds(value)
-
-
-def _positive_seconds(value: str) -> float:
-    number = seconds(value)
-    if number == 0:
-        raise argparse.ArgumentTypeError("0 seconds are none: leave the option out for no limit")
-    return number
 
 
 def _origin(value: str) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Say", "find_model", "prepare_config", "value_faults"]
+__all__ = ["Say", "find_model", "merged_deployment", "prepare_config", "value_faults"]
 
 Say = Callable[[str], None]
 """Takes a sentence for the operator."""
@@ -51,16 +51,7 @@ def prepare_config(
     :raises SetupError: the file, a value or the weights are not as they must be, or the weights' terms want consent.
     """
     check_licence(spec, settings)
-    packaged, written = packaged_deployment(spec), file_deployment(spec, config)
-    places = _places(spec, config, packaged, written, overrides)
-    layers = (packaged, written.values, dict(overrides))
-    try:
-        deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields)
-    except DeploymentError as error:
-        raise DeploymentError([*written.faults, *error.faults], places) from None
-    faults = value_faults(spec, deployment, registry, weights=overrides.get("weights") is None)
-    if faults := [*written.faults, *faults]:
-        raise DeploymentError(faults, places)
+    deployment, places = merged_deployment(spec, overrides, registry, config=config)
     with progress_bar() as progress:
         context = SourceContext.of(settings, say=say or _say, progress=progress)
         _check_device(spec, deployment, registry, context)
@@ -76,6 +67,26 @@ def prepare_config(
         trace_plugins=settings.trace_plugins,
         cache=str(settings.cache),
     )
+
+
+def merged_deployment(
+    spec: ModelSpec, overrides: Mapping[str, Any], registry: Registry, *, config: str | Path | None = None
+) -> tuple[Deployment, dict[str, str]]:
+    """*spec*'s deployment (package defaults, then file *config*, then *overrides*), and where each key got its value.
+
+    :raises SetupError: the file or a value is not as it must be.
+    """
+    packaged, written = packaged_deployment(spec), file_deployment(spec, config)
+    places = _places(spec, config, packaged, written, overrides)
+    layers = (packaged, written.values, dict(overrides))
+    try:
+        deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields)
+    except DeploymentError as error:
+        raise DeploymentError([*written.faults, *error.faults], places) from None
+    faults = value_faults(spec, deployment, registry, weights=overrides.get("weights") is None)
+    if faults := [*written.faults, *faults]:
+        raise DeploymentError(faults, places)
+    return deployment, places
 
 
 _NAMED: Mapping[str, tuple[str, Callable[[Deployment], str | None]]] = {

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
-from mstar.registry import load_object
 from mstar.runtime.answer import Acks, Answer, request_error
 from mstar.runtime.family import family_code
 from mstar.runtime.opening import Say, find_model, prepare_config
+from mstar.runtime.processors import load_processor
 from mstar.runtime.watch import Watched, Watcher
-from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
-from mstar.spec.knobs import read_options
+from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec, check_wanted
-from mstar.spec.origin import describe, family_fault
-from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
+from mstar.spec.processor import Prepared, Processor, Renderer
 from mstar.spec.request import Cancel, Done, Event, Failed, Push
 from mstar.spec.tasks import Task
 
@@ -140,16 +138,7 @@ class Service:
     def _load_processor(self) -> None:
         config = self.config
         weights = Path(config.weights) if config.weights is not None else None
-        try:
-            options = read_options(self.spec.options, config.deployment.model_kwargs)
-            context = ProcessorContext(self.spec, weights, options)
-            self._processor = load_object(self.spec.processor)(context)
-        except SetupError:
-            raise
-        except Exception as error:
-            what = f"the processor of {self.spec.key!r} could not be loaded"
-            fault = family_fault(what, error, (self.spec.model, self.spec.processor))
-            raise fault or FaultFound(f"{what}: {describe(error)}") from error
+        self._processor = load_processor(self.spec, config.deployment, weights)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

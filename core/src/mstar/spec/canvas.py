@@ -160,9 +160,12 @@ class Canvas:
                 code="too_many_files",
             )
 
-    def _check_mask(self, task: ImageTask) -> None:
+    def check_masks(self) -> None:
         if not self.masks:
             raise RequestError("'mask' is not supported by this model", param="mask", code="unsupported_parameter")
+
+    def _check_mask(self, task: ImageTask) -> None:
+        self.check_masks()
         if not task.images:
             raise RequestError("'mask' needs an image to lie on", param="mask")
         mask, image = task.mask.shape[:2], task.images[0].pixels.shape[:2]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mstar.spec.errors import RequestError
 from mstar.spec.processor import (
     ArrayDelta,
     AudioDelta,
@@ -28,11 +27,10 @@ from mstar.spec.processor import (
     modality,
 )
 from mstar.spec.sound import channels, pcm16, wav
-from mstar_server.errors import error_object
 from mstar_server.media.encode.images import base64_text, png
 from mstar_server.protocols import Answer
 
-__all__ = ["delta_arrays", "delta_object", "done_object", "error_event", "is_heavy", "whole_object"]
+__all__ = ["delta_arrays", "delta_object", "done_object", "is_heavy", "whole_object"]
 
 _HEAVY_NUMBERS = 1 << 15
 
@@ -80,13 +78,6 @@ def _words(delta: TextDelta | ReasoningDelta | ToolCallDelta | SegmentDelta) -> 
     if isinstance(delta, ToolCallDelta):
         return {"call": delta.index, "name": delta.name, "arguments": delta.arguments}
     return _segment(delta) if isinstance(delta, SegmentDelta) else {"text": delta.text}
-
-
-def error_event(error: RequestError) -> dict[str, Any]:
-    """*error* where no status line can be sent any more, with the status that it would have had."""
-    retry_after = getattr(error, "retry_after", None)
-    later = {} if retry_after is None else {"retry_after": retry_after}
-    return {"type": "error", "status": error.status, **later, **error_object(error)}
 
 
 def done_object(answer: Answer, reason: str | None = None) -> dict[str, Any]:

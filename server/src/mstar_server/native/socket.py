@@ -19,13 +19,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import cancel, start
-from mstar_server.errors import as_request_error
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.exchange import Exchange, current
 from mstar_server.native.frames import JSON, MSGPACK, Kind
 from mstar_server.native.request import make_task, with_files
-from mstar_server.native.response import done_object, error_event
+from mstar_server.native.response import done_object
 from mstar_server.native.socket_messages import Follow, Opening, parse_follow, parse_opening
 from mstar_server.protocols import Answer
+from mstar_server.sockets import send
 from mstar_server.state import ServerState
 
 __all__ = ["Socket"]
@@ -100,10 +101,7 @@ class Socket:
         while True:
             kind, event = await self._outbox.get()
             frame = kind.encode(event)
-            if kind is JSON:
-                await self.websocket.send_text(frame.decode())
-            else:
-                await self.websocket.send_bytes(frame)
+            await send(self.websocket, frame.decode() if kind is JSON else frame)
 
     async def _read(self) -> None:
         while True:

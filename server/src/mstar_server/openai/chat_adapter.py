@@ -2,7 +2,7 @@
 
 A family that can do more (tools, structured output, speech) registers its own through ``mstar_openai``; it is built as
 ``Adapter(spec, options)`` and asked for ``tasks(body, media)``, where *media* are the request's files, decoded: see
-:mod:`mstar_server.openai.chat_media`.
+:mod:`mstar_server.openai.adapters`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,20 @@ class ChatAdapter:
     def __init__(self, spec: ModelSpec, options: ServerOptions):
         self.spec, self.options = spec, options
 
+    def check(self, body: ChatRequest) -> None:
+        """Raise for what is wrong with *body* beside its files."""
+        self._task(body, None)
+        choices(body.n, self.options)
+
     def tasks(self, body: ChatRequest, media: Mapping[str, Part]) -> Sequence[Task]:
         """One task per choice (``n``); each has its own seed when the request has one.
 
         :param media: the decoded files of the request by the place of their content part.
         """
+        return samples(self._task(body, media), choices(body.n, self.options))
+
+    def _task(self, body: ChatRequest, media: Mapping[str, Part] | None) -> ChatTask:
+        """:param media: ``None``: not decoded yet; they are left out."""
         for name, neutral in _NEUTRAL.items():
             value = getattr(body, name)
             if value is not None and value not in neutral:
@@ -57,7 +66,7 @@ class ChatAdapter:
                 raise RequestError(message, param=name, code="unsupported_parameter")
         check_stream_options(body)
         tools = read_tools(body.tools)
-        task = ChatTask(
+        return ChatTask(
             knobs=knob_values(body, self.spec.knobs),
             messages=self._messages(body.messages, media),
             tools=tools,
@@ -71,7 +80,6 @@ class ChatAdapter:
             logprobs=_logprobs(body),
             logit_bias=logit_bias(body.logit_bias),
         )
-        return samples(task, choices(body.n, self.options))
 
     def _sound(self, body: ChatRequest) -> bool:
         """Whether the answer shall be heard as well as read."""
@@ -89,7 +97,7 @@ class ChatAdapter:
             raise RequestError(message, param="audio", code="missing_required_parameter")
         return True
 
-    def _messages(self, messages: Sequence[ChatMessage], media: Mapping[str, Part]) -> tuple[Message, ...]:
+    def _messages(self, messages: Sequence[ChatMessage], media: Mapping[str, Part] | None) -> tuple[Message, ...]:
         if not messages:
             raise RequestError("'messages' is empty: send at least one message", param="messages")
         if len(messages) > self.options.max_messages:
@@ -99,7 +107,7 @@ class ChatAdapter:
         return tuple(_message(m, f"messages[{i}]", media) for i, m in enumerate(messages))
 
 
-def _message(message: ChatMessage, where: str, media: Mapping[str, Part]) -> Message:
+def _message(message: ChatMessage, where: str, media: Mapping[str, Part] | None) -> Message:
     calls = message.tool_calls or ()
     if message.content is None and not (message.role == "assistant" and (calls or message.refusal)):
         why = f"for role {message.role!r}"
@@ -116,14 +124,15 @@ def _message(message: ChatMessage, where: str, media: Mapping[str, Part]) -> Mes
     elif isinstance(message.content, str):
         content = (Text(message.content),)
     else:
-        content = tuple(_part(p, f"{where}.content[{i}]", media) for i, p in enumerate(message.content))
+        parts = [_part(p, f"{where}.content[{i}]", media) for i, p in enumerate(message.content)]
+        content = tuple(part for part in parts if part is not None)
     reasoning = message.reasoning_content or message.reasoning or ""
     return Message(message.role, content, calls, message.tool_call_id, message.name, reasoning)
 
 
-def _part(part: ContentPart, where: str, media: Mapping[str, Part]) -> Part:
+def _part(part: ContentPart, where: str, media: Mapping[str, Part] | None) -> Part | None:
     if part.type in MEDIA_PARTS:
-        return media[where]
+        return None if media is None else media[where]
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise RequestError(f"'{where}.{part.type}' is required", param=f"{where}.{part.type}")

@@ -1,11 +1,6 @@
 """The media of a chat request, decoded before its adapter sees it.
 
-The contract with adapters, the server's own and a family's: the route awaits :func:`chat_tasks`, which has the files
-decoded and calls ``adapter.tasks(body, media)``. *media* maps the place of each content part that is a file
-(``"messages[0].content[1]"``) to its decoded :data:`~mstar.spec.tasks.Part`; ``tasks`` itself decodes, fetches and
-waits for nothing. An adapter may have an attribute ``sampling``, a :class:`~mstar_server.media.limits.Sampling`: which
-frames of a video its model wants. Adapters of other routes that carry files have the same signature; there the places
-are the fields of the form or of the body.
+What an adapter may rely on says :mod:`mstar_server.openai.adapters`.
 """
 
 from __future__ import annotations

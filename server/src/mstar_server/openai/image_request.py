@@ -108,12 +108,19 @@ class ImageAdapter:
     def __init__(self, spec: ModelSpec, options: ServerOptions):
         self.spec, self.options = spec, options
 
+    def check(self, body: ImageRequest) -> None:
+        """Raise for what is wrong with *body* beside its files."""
+        self._task(body, {})
+        _pictures(body.n, self.options)
+
     def tasks(self, body: ImageRequest, media: Mapping[str, Part]) -> Sequence[ImageTask]:
         """:param media: the decoded files by name: ``image[0]``, ``image[1]``…, ``mask``."""
+        return samples(self._task(body, media), _pictures(body.n, self.options))
+
+    def _task(self, body: ImageRequest, media: Mapping[str, Part]) -> ImageTask:
         check_prompt(body.prompt, self.options)
         refuse_unsupported(body, self.spec)
         _check_answer(body, self.spec)
-        count = _pictures(body.n, self.options)
         images = tuple(part for name, part in media.items() if name != "mask" and isinstance(part, Image))
         mask = media.get("mask")
         task = ImageTask(
@@ -126,7 +133,7 @@ class ImageAdapter:
         )
         if self.spec.canvas is not None:
             self.spec.canvas.check(task)
-        return samples(task, count)
+        return task
 
     def _want(self, body: ImageRequest) -> tuple[str, ...]:
         told = ("progress", *(("preview",) if body.partial_images else ())) if body.stream else ()
@@ -152,6 +159,8 @@ def image_items(body: ImageRequest, uploads: Uploads, spec: ModelSpec) -> dict[s
     masks = [*uploads.get("mask", ()), *([] if body.mask is None else [body.mask])]
     if len(masks) > 1:
         raise RequestError("'mask' was sent more than once", param="mask")
+    if masks and spec.canvas is not None:
+        spec.canvas.check_masks()
     if masks:
         items["mask"] = reference_item(masks[0], "mask", "mask")
     return items

@@ -16,6 +16,7 @@ from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
 from mstar_server.media.encode.images import base64_text, encode_image
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
+from mstar_server.sse import named_event
 
 __all__ = ["ImageEvents", "images_response"]
 
@@ -93,7 +94,7 @@ class ImageEvents:
     def keepalive(self) -> bytes:
         """After a silence: how far it is."""
         kind = f"{self._kind}.in_progress"
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **self._told}))
+        return named_event({"type": kind, **self._told})
 
     def _is_time(self, which: int, delta: ProgressDelta) -> bool:
         """Whether the next look is due: they are spread evenly over the steps, and the last step is the picture."""
@@ -119,7 +120,7 @@ class ImageEvents:
             "output_format": self._form.format,
             **more,
         }
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
+        return named_event(event)
 
 
 def _pictures(said: Sequence[Delta]) -> list[Any]:

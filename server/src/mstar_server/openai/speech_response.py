@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import AudioDelta, Delta
 from mstar_server.answers import Merged
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.media.encode.audio import content_type
 from mstar_server.media.encode.sound import SoundStream, heavy, whole_sound
 from mstar_server.openai.text_answers import finish_reason
@@ -86,7 +86,7 @@ async def _events(merged: Merged, stream: SoundStream, batch: Batch, keepalive_s
             yield _delta(data)
         yield data_event(_done(merged.answers[0]))
     except Exception as error:  # the status line is out: the error becomes the stream's last event
-        yield data_event({"type": "error", **error_object(as_request_error(error))})
+        yield data_event(error_event(as_request_error(error)))
 
 
 async def _feed(stream: SoundStream, batch: Batch) -> bytes:

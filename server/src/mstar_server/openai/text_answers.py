@@ -20,7 +20,7 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.processor import AudioDelta, Delta, Processor, TextDelta
 from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin, cancel, start
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.protocols import Answer, Service
 from mstar_server.sse import DONE, EventStream, data_event
 from mstar_server.state import ServerState
@@ -167,7 +167,7 @@ async def stream(merged: Merged, chunks: Chunks, keepalive_s: float) -> AsyncGen
             yield data
         yield DONE
     except Exception as error:  # the status line is out: the error becomes the stream's last event
-        yield data_event(error_object(as_request_error(error)))
+        yield data_event(error_event(as_request_error(error)))
 
 
 def _encode(chunks: Chunks, batch: Sequence[tuple[int, Delta | None]], answers: Sequence[Answer]) -> bytes:

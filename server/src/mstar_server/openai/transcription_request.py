@@ -82,10 +82,19 @@ class TranscriptionAdapter:
     def __init__(self, spec: ModelSpec, options: ServerOptions):
         self.spec, self.options = spec, options
 
+    def check(self, body: TranslationRequest) -> None:
+        """Raise for what is wrong with *body* beside its file."""
+        self._task(body, None, translate=False)
+
     def tasks(
         self, body: TranslationRequest, media: Mapping[str, Part], *, translate: bool = False
     ) -> Sequence[TranscriptionTask]:
         """*media*: the clip, under ``file``."""
+        audio = media["file"]
+        assert isinstance(audio, Audio)
+        return [self._task(body, audio, translate=translate)]
+
+    def _task(self, body: TranslationRequest, audio: Audio | None, *, translate: bool) -> TranscriptionTask:
         if len(body.prompt) > self.options.max_text_chars:
             message = f"'prompt' is longer than the limit of {self.options.max_text_chars} characters"
             raise RequestError(message, param="prompt", code="text_too_long")
@@ -94,9 +103,7 @@ class TranscriptionAdapter:
             raise _unsupported(text, "response_format")
         if isinstance(body, TranscriptionRequest):
             _check(body)
-        audio = media["file"]
-        assert isinstance(audio, Audio)
-        task = TranscriptionTask(
+        return TranscriptionTask(
             knobs=knobs_of(body, self.spec.knobs, _temperature(body, self.spec.knobs), also=("file",)),
             want=("text",),
             audio=audio,
@@ -106,7 +113,6 @@ class TranscriptionAdapter:
             timestamps=_timestamps(body),
             logprobs=0 if isinstance(body, TranscriptionRequest) and body.include else None,
         )
-        return [task]
 
 
 def _check(body: TranscriptionRequest) -> None:

@@ -10,15 +10,15 @@ from starlette.responses import Response
 
 from mstar.processing.speech.transcript import Transcript, TranscriptBuilder, segment_object, srt, verbose, vtt
 from mstar.spec.request import TokenLogprob
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.sse import DONE, data_event
 
-__all__ = ["KEEPALIVE", "events", "logprob_objects", "whole"]
+__all__ = ["Spell", "events", "logprob_objects", "whole"]
 
 Spell = Callable[[int], bytes]
 
-KEEPALIVE = b": keep-alive\n\n"
+_KEEPALIVE = data_event({"type": "transcript.text.delta", "delta": ""})
 
 
 def _text(transcript: Transcript) -> str:
@@ -67,7 +67,7 @@ async def events(
     try:
         async for said in heard(run, builder, silence_s):
             if said is None:
-                yield KEEPALIVE
+                yield _KEEPALIVE
                 continue
             text, segment, new = said
             logprobs += new
@@ -85,7 +85,7 @@ async def events(
         yield data_event(_done(run, builder.result(), spell))
         yield DONE
     except Exception as error:  # the status line is out: the error becomes the stream's last event
-        yield data_event({"type": "error", **error_object(as_request_error(error))})
+        yield data_event(error_event(as_request_error(error)))
 
 
 def _done(run: WindowRun, transcript: Transcript, spell: Spell | None) -> dict[str, Any]:

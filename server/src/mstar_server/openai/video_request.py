@@ -58,9 +58,21 @@ class VideoAdapter:
     def __init__(self, spec: ModelSpec, options: ServerOptions):
         self.spec, self.options = spec, options
 
+    def check(self, body: VideoRequest) -> None:
+        """Raise for what is wrong with *body* beside its pictures."""
+        self._task(body, {})
+
     def task(self, body: VideoRequest, media: Mapping[str, Part]) -> VideoTask:
         """:param media: the decoded pictures by the name of their field."""
+        return self._task(body, media)
+
+    def _task(self, body: VideoRequest, media: Mapping[str, Part]) -> VideoTask:
         check_prompt(body.prompt, self.options)
+        if isinstance(body, VideoAnswerRequest) and body.response_format == "url":
+            message = (
+                "'response_format': this server hosts no files; ask for 'b64_json' or 'mp4', or make a job: /v1/videos"
+            )
+            raise RequestError(message, param="response_format", code="unsupported_parameter")
         task = VideoTask(
             prompt=body.prompt,
             images=tuple(part for part in media.values() if isinstance(part, Image)),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mstar.processing.speech.transcript import TranscriptBuilder
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import TextDelta
+from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import Audio
 from mstar_server.errors import as_request_error, error_object
+from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.openai.transcription_request import TranscriptionRequest
+from mstar_server.openai.transcription_response import Spell, logprob_objects
 from mstar_server.protocols import Answer, Service
 from mstar_server.realtime.conversation import Item
 from mstar_server.realtime.events import new_id
@@ -25,23 +29,37 @@ __all__ = ["listen", "write_down"]
 _EVENT = "conversation.item.input_audio_transcription"
 
 
-async def write_down(state: ServerState, service: Service, wish: Transcribing, item: Item, say: Say) -> None:
-    """Transcribe *item*'s audio and tell it: deltas, then ``completed`` or ``failed``. The item gets its words."""
+async def write_down(
+    state: ServerState, service: Service, wish: Transcribing, item: Item, say: Say, logprobs: bool = False
+) -> None:
+    """Transcribe *item*'s audio and tell it: deltas, then ``completed`` or ``failed``. The item gets its words.
+
+    :param logprobs: with the log-probabilities of its tokens.
+    """
     audio = next(content.audio for content in item.content if content.audio is not None)
     run: WindowRun | None = None
     try:
         adapter, processor = state.adapter("transcription", service), await state.processor(service)
-        body = TranscriptionRequest(model=service.spec.key, language=wish.language, prompt=wish.prompt)
+        spell = token_bytes_of(processor) if logprobs else None
+        body = TranscriptionRequest(
+            model=service.spec.key, language=wish.language, prompt=wish.prompt, include=["logprobs"] if logprobs else []
+        )
         with family_code(f"{service.spec.key!r} could not read a turn", type(adapter).__module__):
             (task,) = adapter.tasks(body, {"file": audio}, translate=False)
         with family_code(f"{service.spec.key!r} could not cut a turn", service.spec.processor):
             windows = list(await asyncio.to_thread(processor.windows, task))
         run, builder = WindowRun(service, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
+        held: list[TokenLogprob] = []  # of text that is held back
         async for said in heard(run, builder):
-            if said is not None and said[0]:
-                await say(_delta(item, said[0]))
-        item.content[0].text = builder.result().text
-        await say(_completed(item, _seconds(audio)))
+            if said is None:
+                continue
+            held += said[2]
+            if said[0]:
+                await say(_delta(item, said[0], _told(held, spell)))
+                held = []
+        result = builder.result()
+        item.content[0].text = result.text
+        await say(_completed(item, _seconds(audio), _told(result.logprobs, spell)))
     except Exception as error:
         await say(_failed(item, as_request_error(error)))
     finally:
@@ -49,17 +67,25 @@ async def write_down(state: ServerState, service: Service, wish: Transcribing, i
             run.close()
 
 
-async def listen(answer: Answer, item: Item, say: Say) -> None:
-    """Tell what *answer*, a live transcription of *item*, says."""
+async def listen(answer: Answer, item: Item, say: Say, spell: Spell | None = None) -> None:
+    """Tell what *answer*, a live transcription of *item*, says. *spell*: the bytes of a token, where the client wants
+    log-probabilities."""
     parts: list[str] = []
+    all_logprobs: list[TokenLogprob] = []
+    held: list[TokenLogprob] = []
     try:
         async for delta in answer:
-            if isinstance(delta, TextDelta) and delta.text:
+            if not isinstance(delta, TextDelta):
+                continue
+            held += delta.logprobs
+            if delta.text:
                 parts.append(delta.text)
-                await say(_delta(item, delta.text))
+                await say(_delta(item, delta.text, _told(held, spell)))
+                all_logprobs, held = [*all_logprobs, *held], []
         item.content[0].text = "".join(parts)
         usage = answer.usage
-        await say(_completed(item, 0.0 if usage is None else float(usage.input.get("audio_seconds", 0.0))))
+        seconds = 0.0 if usage is None else float(usage.input.get("audio_seconds", 0.0))
+        await say(_completed(item, seconds, _told([*all_logprobs, *held], spell)))
     except Exception as error:
         await say(_failed(item, as_request_error(error)))
 
@@ -68,14 +94,18 @@ def _seconds(audio: Audio) -> float:
     return len(audio.samples) / audio.rate
 
 
-def _delta(item: Item, text: str) -> dict[str, Any]:
-    return {"type": f"{_EVENT}.delta", "item_id": item.id, "content_index": 0, "delta": text}
+def _told(logprobs: Sequence[TokenLogprob], spell: Spell | None) -> dict[str, Any]:
+    return {} if spell is None else {"logprobs": logprob_objects(logprobs, spell)}
 
 
-def _completed(item: Item, seconds: float) -> dict[str, Any]:
+def _delta(item: Item, text: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": f"{_EVENT}.delta", "item_id": item.id, "content_index": 0, "delta": text, **more}
+
+
+def _completed(item: Item, seconds: float, more: Mapping[str, Any]) -> dict[str, Any]:
     usage = {"type": "duration", "seconds": round(seconds, 3)}
     head = {"type": f"{_EVENT}.completed", "item_id": item.id, "content_index": 0}
-    return {**head, "transcript": item.content[0].text, "usage": usage}
+    return {**head, "transcript": item.content[0].text, **more, "usage": usage}
 
 
 def _failed(item: Item, error: RequestError) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from mstar.spec.errors import RequestError
+from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.protocols import Service
-from mstar_server.realtime.settings import SessionSettings
+from mstar_server.realtime.settings import LOGPROBS, SessionSettings
 from mstar_server.state import ServerState
 
 __all__ = ["SessionModel"]
@@ -76,6 +77,22 @@ class SessionModel:
         else:
             return
         raise RequestError(message, param=where, code="missing_required_parameter")
+
+    async def check_included(self, settings: SessionSettings) -> None:
+        """Raises :class:`RequestError` where the model that writes down knows no log-probabilities and the client wants
+        some. One that is loaded on demand is loaded for it."""
+        writer = self.writer(settings) if settings.logprobs else None
+        if writer is None:
+            return
+        try:
+            token_bytes_of(await self.state.processor(writer))
+        except RequestError as error:
+            if error.code == "unsupported_parameter":
+                error.param = "session.include"
+                error.message = (
+                    f"'session.include': {writer.spec.key!r} gives no log-probabilities: leave {LOGPROBS!r} out"
+                )
+            raise
 
     def defaults(self, settings: SessionSettings) -> SessionSettings:
         """*settings* as this model's sessions begin. One that can only write down is not asked for answers."""

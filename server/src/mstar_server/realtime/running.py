@@ -16,6 +16,8 @@ from mstar.spec.tasks import Audio, ChatTask, Task, TranscriptionTask
 from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.exchange import current
+from mstar_server.openai.text_answers import token_bytes_of
+from mstar_server.openai.transcription_response import Spell
 from mstar_server.protocols import Answer, Service
 from mstar_server.realtime.conversation import Content, Conversation, Item, read_item
 from mstar_server.realtime.events import new_id
@@ -99,10 +101,11 @@ class Running:
             wish = settings.transcription or Transcribing()
             task: Task = TranscriptionTask(
                 knobs=validate_knobs(service.spec.knobs, {}), want=("text",), live=(STREAM,), audio=None,
-                language=wish.language, prompt=wish.prompt,
+                language=wish.language, prompt=wish.prompt, logprobs=0 if settings.logprobs else None,
             )  # fmt: skip
+            spell = token_bytes_of(await self.state.processor(service)) if settings.logprobs else None
             item, opened = Item("message", item_id, "user", [Content("input_audio")]), _opened()
-            self._write(item, self._listen(service, task, item, opened))
+            self._write(item, self._listen(service, task, item, opened, spell))
             self._live = _Live(await opened, item)
             return
         await self.interrupt("turn_detected")
@@ -112,7 +115,9 @@ class Running:
         await self._begin(reply, lambda: start(service, [task], new_id("rt")), opened)
         self._live = _Live(await opened, Item("message", item_id, "user"))
 
-    async def _listen(self, service: Service, task: Task, item: Item, opened: asyncio.Future[Answer]) -> None:
+    async def _listen(
+        self, service: Service, task: Task, item: Item, opened: asyncio.Future[Answer], spell: Spell | None
+    ) -> None:
         answers: list[Answer] = []
         try:
             answers += await start(service, [task], new_id("trsc"))
@@ -121,7 +126,7 @@ class Running:
             return
         opened.set_result(answers[0])
         try:
-            await listen(answers[0], item, self.say)
+            await listen(answers[0], item, self.say, spell)
         finally:
             cancel(answers)
 
@@ -138,7 +143,8 @@ class Running:
             return
         while len(self._writing) >= MOST_TRANSCRIPTIONS:
             await asyncio.wait(self._writing.values(), return_when=asyncio.FIRST_COMPLETED)
-        self._write(item, write_down(self.state, writer, settings.transcription or Transcribing(), item, self.say))
+        wish = settings.transcription or Transcribing()
+        self._write(item, write_down(self.state, writer, wish, item, self.say, settings.logprobs))
 
     def _write(self, item: Item, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:

@@ -8,6 +8,7 @@ one writer: a client that reads slowly slows down its own session, nobody else's
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from mstar_server.realtime.model import SessionModel
 from mstar_server.realtime.running import Running
 from mstar_server.realtime.settings import SessionSettings, session_object, updated
 from mstar_server.realtime.turns import TurnDetector
+from mstar_server.sockets import close, send
 from mstar_server.state import ServerState
 
 __all__ = ["Session"]
@@ -103,8 +105,9 @@ class Session:
 
     async def _refuse(self, error: RequestError) -> None:
         event = spelled(error_event(error_object(error)["error"], None), self.beta)
-        await self.websocket.send_text(msgspec.json.encode(event).decode())
-        await self.websocket.close(1008, error.message[:100])
+        with contextlib.suppress(WebSocketDisconnect):
+            await send(self.websocket, msgspec.json.encode(event).decode())
+            await close(self.websocket, 1008, error.message)
 
     async def say(self, event: dict[str, Any]) -> None:
         told = spelled(event, self.beta)
@@ -115,9 +118,9 @@ class Session:
         while True:
             event = await self._outbox.get()
             if isinstance(event, _Close):
-                await self.websocket.close(event.code, event.reason)
+                await close(self.websocket, event.code, event.reason)
                 return
-            await self.websocket.send_text(msgspec.json.encode(event).decode())
+            await send(self.websocket, msgspec.json.encode(event).decode())
 
     async def _read(self) -> None:
         await self._tell_session("created")
@@ -174,7 +177,9 @@ class Session:
         if new.kind != self.settings.kind and self.running.busy:
             raise RequestError("'session.type' cannot change while something runs", param="session.type")
         asked = session.get("model") if isinstance(session, dict) else None
-        self.settings = self.model.changed(self.settings, new, asked)
+        changed = self.model.changed(self.settings, new, asked)
+        await self.model.check_included(changed)
+        self.settings = changed
         self._watch_turns()
         await self._tell_session("updated")
 

@@ -11,7 +11,7 @@ from mstar_server.openai.tools import read_tools, tool_choice
 from mstar_server.realtime.audio_buffer import FORMATS, AudioFormat, read_format
 from mstar_server.realtime.turns import TurnSettings, read_turns
 
-__all__ = ["SessionSettings", "Transcribing", "session_object", "updated"]
+__all__ = ["LOGPROBS", "SessionSettings", "Transcribing", "session_object", "updated"]
 
 Kind = Literal["realtime", "transcription"]
 
@@ -42,7 +42,16 @@ class SessionSettings:
     tool_choice: Any = None
     max_output_tokens: int | None = None
     temperature: float | None = None
+    logprobs: bool = False
+    """Whether transcripts come with the log-probabilities of their tokens."""
 
+    @property
+    def include(self) -> list[str] | None:
+        return [LOGPROBS] if self.logprobs else None
+
+
+LOGPROBS = "item.input_audio_transcription.logprobs"
+"""The one thing that a client may have included."""
 
 _INPUT = ("format", "transcription", "turn_detection", "noise_reduction")
 _OUTPUT = ("format", "voice", "speed")
@@ -58,9 +67,10 @@ _FLAT = {
 _KNOWN = (
     "type", "model", "instructions", "modalities", "voice", "input_format", "output_format", "transcription",
     "turn_detection", "tools", "tool_choice", "max_output_tokens", "temperature", "prompt",
+    "include",
 )  # fmt: skip
 _IGNORED = (
-    "id", "object", "expires_at", "client_secret", "include", "tracing", "truncation", "reasoning", "speed",
+    "id", "object", "expires_at", "client_secret", "tracing", "truncation", "reasoning", "speed",
     "parallel_tool_calls", "noise_reduction", "input_audio_noise_reduction", "metadata", "conversation",
 )  # fmt: skip
 
@@ -150,6 +160,8 @@ def _changed(old: SessionSettings, name: str, value: Any, where: str) -> Session
             if isinstance(value, dict) and value.get("type") == "function" and "name" in value:
                 choice = {"type": "function", "function": {"name": value["name"]}}
             return replace(old, tool_choice=tool_choice(choice, old.tools))
+        case "include":
+            return replace(old, logprobs=_includes(value, where))
         case "max_output_tokens":
             return replace(old, max_output_tokens=_tokens(value, where))
         case "temperature":
@@ -157,6 +169,17 @@ def _changed(old: SessionSettings, name: str, value: Any, where: str) -> Session
                 raise RequestError(f"{where!r} must be a number from 0 to 100", param=where)
             return replace(old, temperature=float(value))
     raise RequestError(f"{where!r} is not supported", param=where, code="unsupported_parameter")
+
+
+def _includes(value: Any, where: str) -> bool:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise RequestError(f"{where!r} must be a list of names", param=where)
+    for number, name in enumerate(value):
+        if name != LOGPROBS:
+            place = f"{where}[{number}]"
+            message = f"{place!r}: {name[:80]!r} cannot be included; what can: {LOGPROBS!r}"
+            raise RequestError(message, param=place, code="unsupported_value")
+    return bool(value)
 
 
 def _transcribing(value: Any, where: str) -> Transcribing:
@@ -222,7 +245,13 @@ def session_object(settings: SessionSettings, session_id: str, model: str | None
     }
     if settings.kind == "transcription":
         name = "realtime.transcription_session"
-        return {"type": "transcription", "object": name, "id": session_id, "audio": {"input": heard}, "include": None}
+        return {
+            "type": "transcription",
+            "object": name,
+            "id": session_id,
+            "audio": {"input": heard},
+            "include": settings.include,
+        }
     return {
         "type": "realtime",
         "object": "realtime.session",
@@ -237,7 +266,7 @@ def session_object(settings: SessionSettings, session_id: str, model: str | None
             "input": heard,
             "output": {"format": settings.output_format.object(), "voice": settings.voice, "speed": 1.0},
         },
-        "include": None,
+        "include": settings.include,
     }
 
 
@@ -249,6 +278,7 @@ def _beta_object(
         "input_audio_format": settings.input_format.beta_name,
         "input_audio_transcription": transcription,
         "turn_detection": turns,
+        "include": settings.include,
     }
     if settings.kind == "transcription":
         return {"object": "realtime.transcription_session", **heard}

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar.runtime.family import family_code
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.chat_request import ChatRequest
 from mstar_server.openai.chat_response import ChatChunks, chat_completion
@@ -33,14 +34,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     service = state.ready(body.model, "chat")
     adapter = state.adapter("chat", service)
-    with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
-        tasks = await chat_tasks(adapter, body, service.spec, state.media)
+    reading = f"{service.spec.key!r} could not read a chat"
+    with family_code(reading, type(adapter).__module__):
+        check_body(adapter, body)
     sound = None
     if body.audio is not None:
         sound = SOUND_FORMATS[body.audio.format]
         await known_voice(body.audio.voice_name, service.spec, await state.processor(service), "audio.voice")
-    head = Head.of(service, "chatcmpl")
     token_bytes = token_bytes_of(await state.processor(service)) if body.logprobs else None
+    with family_code(reading, type(adapter).__module__):
+        tasks = await chat_tasks(adapter, body, service.spec, state.media)
+    head = Head.of(service, "chatcmpl")
     usage = bool(body.stream_options and body.stream_options.include_usage)
     return await respond(
         request,

@@ -15,11 +15,11 @@ from mstar.spec.errors import RequestError
 from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import Merged, begin, cancel, start
-from mstar_server.errors import as_request_error
+from mstar_server.errors import as_request_error, error_event
 from mstar_server.json_body import read_json
 from mstar_server.media.uploads import open_form
 from mstar_server.native.request import GenerateBody, NativeRequest, from_form, from_json, make_task, with_files
-from mstar_server.native.response import delta_object, done_object, error_event, is_heavy, whole_object
+from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
 from mstar_server.openapi import answers, body_of
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service

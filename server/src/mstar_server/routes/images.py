@@ -13,14 +13,15 @@ from starlette.responses import Response
 from mstar.runtime.family import family_code
 from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin
-from mstar_server.errors import as_request_error, error_object
+from mstar_server.errors import as_request_error, error_event
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
 from mstar_server.openai.image_response import ImageEvents, images_response
 from mstar_server.openai.text_answers import check_room, collect
 from mstar_server.openapi import answers, body_of
 from mstar_server.protocols import Service
-from mstar_server.sse import EventStream, data_event
+from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -57,12 +58,13 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
     state: ServerState = request.app.state.mstar
     body, uploads = await read_body(request, cls, files, state.options)
     service = state.ready(body.model, ability)
-    items = image_items(body, uploads, service.spec)
-    media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
     adapter = state.adapter(ability, service)
     with family_code(f"{service.spec.key!r} could not read a request for pictures", type(adapter).__module__):
+        check_body(adapter, body)
+        items = image_items(body, uploads, service.spec)
+        check_room(service, body.n or 1, "n")
+        media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
         tasks = adapter.tasks(body, media)
-    check_room(service, len(tasks), "n")
     name = f"img-{uuid.uuid4().hex}"
     if not body.stream:
         return await _whole(service, tasks, name, body)
@@ -89,4 +91,4 @@ async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> As
                 elif data := await asyncio.to_thread(events.delta, which, delta):
                     yield data
     except Exception as error:  # the status line is out: the error becomes the stream's last event
-        yield b"event: error\n" + data_event(error_object(as_request_error(error)))
+        yield named_event(error_event(as_request_error(error)))

@@ -18,6 +18,7 @@ from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error
 from mstar_server.media.decoder import Media
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.responses.items import Event, Items
 from mstar_server.openai.responses.request import ResponseRequest, Translation, translate
@@ -25,7 +26,7 @@ from mstar_server.openai.responses.store import ResponseStore, Stored
 from mstar_server.openai.text_answers import collect, token_bytes_of
 from mstar_server.openapi import answers
 from mstar_server.protocols import Answer
-from mstar_server.sse import EventStream
+from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -66,6 +67,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 
 async def _tasks(adapter: Any, translation: Translation, spec: ModelSpec, media: Media) -> Sequence[Task]:
     try:
+        check_body(adapter, translation.chat)
         return await chat_tasks(adapter, translation.chat, spec, media)
     except RequestError as error:
         raise translation.blame(error) from None
@@ -247,6 +249,6 @@ class _Sequence:
         return b"".join(map(self._one, events))
 
     def _one(self, event: Event) -> bytes:
-        data = _encode({**event, "sequence_number": self._next})
+        data = named_event({**event, "sequence_number": self._next})
         self._next += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+        return data

@@ -15,6 +15,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.tasks import Audio, TranscriptionTask
 from mstar_server.media.decoder import Item
 from mstar_server.media.source import Source
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcribing import WindowRun, heard
@@ -59,11 +60,13 @@ async def _answer(request: Request, cls: type[TranslationRequest], ability: str)
     body, source = await _read(request, cls, state)
     service = state.ready(body.model, ability)
     adapter = state.adapter(ability, service)
-    (audio,) = await state.media.decode([Item("audio", source, "file")])
-    assert isinstance(audio, Audio)
-    processor, translate = await state.processor(service), ability == "translation"
+    translate = ability == "translation"
     with family_code(f"{service.spec.key!r} could not read a clip", type(adapter).__module__):
+        check_body(adapter, body)
+        (audio,) = await state.media.decode([Item("audio", source, "file")])
+        assert isinstance(audio, Audio)
         (task,) = adapter.tasks(body, {"file": audio}, translate=translate)
+    processor = await state.processor(service)
     spell = None if task.logprobs is None else token_bytes_of(processor)
     with family_code(f"{service.spec.key!r} could not cut a clip", service.spec.processor):
         windows: list[TranscriptionTask] = list(await asyncio.to_thread(processor.windows, task))

@@ -21,6 +21,7 @@ from mstar.spec.errors import RequestError
 from mstar.spec.tasks import VideoTask
 from mstar_server.answers import cancel, start
 from mstar_server.media.encode.video import VIDEO_TYPE
+from mstar_server.openai.adapters import check_body
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.video_request import REFERENCE, VideoAnswerRequest, VideoRequest, video_items
 from mstar_server.openapi import answers, body_of
@@ -61,11 +62,6 @@ async def create_video(request: Request) -> Response:
 async def generate_video(request: Request) -> Response:
     body, service, task = await _task(request, VideoAnswerRequest)
     assert isinstance(body, VideoAnswerRequest)
-    if body.response_format == "url":
-        message = (
-            "'response_format': this server hosts no files; ask for 'b64_json' or 'mp4', or make a job: /v1/videos"
-        )
-        raise RequestError(message, param="response_format", code="unsupported_parameter")
     return await _waited_for(service, task, body.response_format == "mp4")
 
 
@@ -136,10 +132,11 @@ async def _task(request: Request, cls: type[VideoRequest]) -> tuple[VideoRequest
     state: ServerState = request.app.state.mstar
     body, uploads = await read_body(request, cls, (REFERENCE,), state.options)
     service = state.ready(body.model, "video")
-    items = video_items(body, uploads, service.spec)
-    media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
     adapter = state.adapter("video", service)
     with family_code(f"{service.spec.key!r} could not read a request for a video", type(adapter).__module__):
+        check_body(adapter, body)
+        items = video_items(body, uploads, service.spec)
+        media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
         return body, service, adapter.task(body, media)
 
 

@@ -15,6 +15,7 @@ from mstar.spec.tasks import Audio
 from mstar_server.media.decoder import Item
 from mstar_server.media.uploads import open_form, upload_source
 from mstar_server.names import safe_name
+from mstar_server.on_demand import OnDemand
 from mstar_server.openai.speakers import DEFAULT_VOICE, check_sample, model_voices
 from mstar_server.protocols import Service
 from mstar_server.routes.models import describe_model
@@ -138,9 +139,11 @@ def _speaking(state: ServerState) -> list[Service]:
 
 
 async def _voices(service: Service) -> list[Voice]:
+    if isinstance(service, OnDemand):
+        return await service.voices()
     try:
         return await asyncio.to_thread(model_voices, service.spec, service.processor)
-    except NotReady:  # its processor knows them, once it is loaded
+    except NotReady:  # the server is starting
         return []
 
 

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.tasks import VideoTask
 from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_object
+from mstar_server.exchange import current
 from mstar_server.protocols import Answer, Service
 from mstar_server.videos.filming import film
 from mstar_server.videos.store import VideoRecord, VideoStore
@@ -26,31 +28,47 @@ REFUSAL_S = 0.1
 
 
 class VideoJobs:
-    """The jobs that run, and the store of all. :param most_running: more are answered 429."""
+    """The jobs that run, and the store of all.
 
-    def __init__(self, store: VideoStore, most_running: int):
-        self.store, self._most_running = store, most_running
+    :param most_running: more are answered 429. :param longest_s: seconds that a job may take, queue included.
+    """
+
+    def __init__(self, store: VideoStore, most_running: int, longest_s: float):
+        self.store, self._most_running, self._longest_s = store, most_running, longest_s
         self._running: dict[str, _Job] = {}
+        self._starting = 0
 
     async def create(self, service: Service, task: VideoTask, tenant: str) -> VideoRecord:
-        """Start a job. Raises :class:`RequestError` when the model refuses the task, or there are too many."""
-        if len(self._running) >= self._most_running:
-            raise TooBusy(f"{len(self._running)} videos are being made, which is the limit; try again later")
+        """Start a job. Raises :class:`RequestError` when the model refuses the task, or there are too many.
+
+        It counts as one of its caller's requests until it ends.
+        """
+        if len(self._running) + self._starting >= self._most_running:
+            raise TooBusy(f"{self._most_running} videos are being made, which is the limit; try again later")
+        self._starting += 1
+        try:
+            job = await self._start(service, task, tenant)
+        finally:
+            self._starting -= 1
+        await job.watch_refusal()
+        return job.record
+
+    async def _start(self, service: Service, task: VideoTask, tenant: str) -> _Job:
         video_id = f"video_{uuid.uuid4().hex}"
         record = VideoRecord(
             video_id, tenant, service.spec.key, task.prompt, _seconds_asked(task), _size_text(task.size)
         )
-        (answer,) = await start(service, [task], video_id, outlives=True)
-        job = _Job(self, record, answer)
+        (answer,) = await start(service, [replace(task, timeout=self._longest_s)], video_id, outlives=True)
         try:
             await self.store.add(record)
         except BaseException:
             cancel([answer])
             raise
-        self._running[video_id] = job
+        exchange = current()
+        leave = _nothing if exchange is None else exchange.hand_over()
+        job = self._running[video_id] = _Job(self, record, answer, leave)
         job.begin()
-        await job.watch_refusal()
-        return job.record
+        return job
 
     async def get(self, tenant: str, video_id: str) -> VideoRecord:
         """:raises RequestError: 404."""
@@ -80,11 +98,18 @@ class VideoJobs:
         self._running.pop(video_id, None)
 
 
-class _Job:
-    """:ivar begun: the model has said something. :ivar share: how much is done, 0…1."""
+def _nothing() -> None:
+    """For a job that nobody counts."""
 
-    def __init__(self, jobs: VideoJobs, record: VideoRecord, answer: Answer):
-        self.jobs, self.record, self.answer = jobs, record, answer
+
+class _Job:
+    """:param leave: called when it has ended.
+
+    :ivar begun: the model has said something. :ivar share: how much is done, 0…1.
+    """
+
+    def __init__(self, jobs: VideoJobs, record: VideoRecord, answer: Answer, leave: Callable[[], None]):
+        self.jobs, self.record, self.answer, self._leave = jobs, record, answer, leave
         self.begun, self.share = False, 0.0
         self._task: asyncio.Task[None] | None = None
         self._refused: RequestError | None = None
@@ -92,6 +117,7 @@ class _Job:
 
     def begin(self) -> None:
         self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda task: self._leave())  # also of one that is cancelled before it begins
 
     async def watch_refusal(self) -> None:
         """Raise the error of a job that is refused at once; nothing is kept of it."""
@@ -123,6 +149,7 @@ class _Job:
         )  # fmt: skip
         try:
             clip = await film(self.answer, *files, self._on_progress)
+            self._leave()  # before anybody can see that it has ended, and begin the next one
             size = sum(file.stat().st_size for file in files)
             await self._note(
                 status="completed", completed=time.time(), bytes=size, size=_size_text((clip.width, clip.height)),
@@ -144,6 +171,7 @@ class _Job:
         self.begun, self.share = True, max(self.share, share)
 
     async def _fail(self, fault: RequestError) -> None:
+        self._leave()
         said = error_object(fault)["error"]
         await self._note(
             status="failed", completed=time.time(), error={"code": said["code"], "message": said["message"]}

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from mstar.spec.errors import RequestError, SetupError
 
-__all__ = ["VARIANTS", "VideoRecord", "VideoStore"]
+__all__ = ["VARIANTS", "Room", "VideoRecord", "VideoStore"]
 
 T = TypeVar("T")
 
@@ -56,17 +56,29 @@ class VideoRecord:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Room:
+    """How many jobs may be kept, and bytes of their files; ``None``: any number."""
+
+    jobs: int | None = None
+    bytes: int | None = None
+
+    def over(self, jobs: int, size: int) -> bool:
+        return (self.jobs is not None and jobs > self.jobs) or (self.bytes is not None and size > self.bytes)
+
+
 class VideoStore:
-    """Keeps videos for *age_s* seconds after they ended, at most *most* jobs and *most_bytes* of files: the oldest that
-    have ended go first. What one tenant had made no other sees. Methods take a thread of the loop's executor.
+    """Keeps videos for *age_s* seconds after they ended, of all tenants together at most *room*, of each at most
+    *each*. Where there are more, the tenant that has most loses its oldest that has ended: nobody's videos go because
+    of another's. What one tenant had made no other sees. Methods take a thread of the loop's executor.
 
     :param folder: ``None``: a temporary one, gone when closed. Jobs that an earlier server left unfinished are marked
         failed.
     :raises SetupError: the folder cannot be used, or another server uses it.
     """
 
-    def __init__(self, folder: Path | None, most: int, most_bytes: int, age_s: float):
-        self.age_s, self._most, self._most_bytes = age_s, most, most_bytes
+    def __init__(self, folder: Path | None, room: Room, each: Room, age_s: float):
+        self.age_s, self._room, self._each = age_s, room, each
         self._lock = threading.Lock()
         self._temporary = tempfile.TemporaryDirectory(prefix="mstar-videos-") if folder is None else None
         self.folder = folder or Path(self._temporary.name)  # type: ignore[union-attr]
@@ -192,17 +204,43 @@ class VideoStore:
 
     def _prune(self) -> None:
         """Forget what is too old, too many or too large. What is still being made stays."""
-        ended = self._base.execute(
-            "SELECT id, completed, bytes FROM videos WHERE completed IS NOT NULL ORDER BY completed"
-        ).fetchall()
-        (count,) = self._base.execute("SELECT count(*) FROM videos").fetchone()
-        size, too_old = sum(row[2] for row in ended), time.time() - self.age_s
-        for video_id, completed, length in ended:
-            if completed >= too_old and count <= self._most and size <= self._most_bytes:
-                break
-            self._base.execute("DELETE FROM videos WHERE id = ?", (video_id,))
-            self._remove_files(video_id)
-            count, size = count - 1, size - length
+        too_old = time.time() - self.age_s
+        for (video_id,) in self._base.execute("SELECT id FROM videos WHERE completed < ?", (too_old,)).fetchall():
+            self._forget(video_id)
+        rows = self._base.execute(
+            "SELECT tenant, count(*), sum(bytes) FROM videos GROUP BY tenant ORDER BY min(completed)"
+        )
+        held = {tenant: (jobs, size) for tenant, jobs, size in rows}
+        for tenant in held:
+            while self._each.over(*held[tenant]) and self._drop_oldest(tenant, held):
+                pass
+        full = set[str]()  # tenants of whom nothing is left but what is being made
+        while True:
+            jobs, size = (sum(amounts) for amounts in zip((0, 0), *held.values(), strict=True))
+            left = [tenant for tenant in held if tenant not in full]
+            if not left or not self._room.over(jobs, size):
+                return
+            which = 0 if self._room.over(jobs, 0) else 1
+            most = max(left, key=lambda tenant: held[tenant][which])
+            if not self._drop_oldest(most, held):
+                full.add(most)
+
+    def _drop_oldest(self, tenant: str, held: dict[str, tuple[int, int]]) -> bool:
+        """Forget *tenant*'s video that ended first, and note it in *held*; whether there was one."""
+        row = self._base.execute(
+            "SELECT id, bytes FROM videos WHERE tenant = ? AND completed IS NOT NULL ORDER BY completed LIMIT 1",
+            (tenant,),
+        ).fetchone()
+        if row is None:
+            return False
+        self._forget(row[0])
+        jobs, size = held[tenant]
+        held[tenant] = jobs - 1, size - row[1]
+        return True
+
+    def _forget(self, video_id: str) -> None:
+        self._base.execute("DELETE FROM videos WHERE id = ?", (video_id,))
+        self._remove_files(video_id)
 
     def _remove_files(self, video_id: str) -> None:
         for variant in VARIANTS:

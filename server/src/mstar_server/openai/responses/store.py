@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS responses (
     previous TEXT, input TEXT NOT NULL, response TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (created);
+CREATE INDEX IF NOT EXISTS by_tenant ON responses (tenant, created);
 """
 
 
@@ -41,7 +42,8 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps the newest *most* responses, each for *age_s* seconds. What one tenant stored no other sees.
+    """Keeps at most *most* responses, each for *age_s* seconds; of more, the tenant that has most loses its oldest.
+    What one tenant stored no other sees.
 
     :param file: ``None`` keeps them in memory. All methods take a thread of the loop's executor.
     :raises SetupError: the file cannot be used.
@@ -100,11 +102,13 @@ class ResponseStore:
     def _put(self, row: Sequence[Any]) -> None:
         self._base.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
         self._base.execute("DELETE FROM responses WHERE created < ?", (time.time() - self._age_s,))
-        self._base.execute(
-            "DELETE FROM responses WHERE rowid IN "
-            "(SELECT rowid FROM responses ORDER BY created DESC LIMIT -1 OFFSET ?)",
-            (self._most,),
-        )
+        (count,) = self._base.execute("SELECT count(*) FROM responses").fetchone()
+        for _ in range(count - self._most):
+            self._base.execute(
+                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE tenant = "
+                "(SELECT tenant FROM responses GROUP BY tenant ORDER BY count(*) DESC, min(created) LIMIT 1) "
+                "ORDER BY created LIMIT 1)"
+            )
 
     def _get(self, tenant: str, response_id: str) -> Stored | None:
         row = self._base.execute(
