@@ -14,6 +14,7 @@ from mstar_server.errors import as_request_error, error_object
 from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.openai.transcription_request import TranscriptionRequest
 from mstar_server.protocols import Answer, Service
+from mstar_server.realtime.audio_buffer import LiveAudio
 from mstar_server.realtime.conversation import Item
 from mstar_server.realtime.events import new_id
 from mstar_server.realtime.replies import Say
@@ -49,8 +50,8 @@ async def write_down(state: ServerState, service: Service, wish: Transcribing, i
             run.close()
 
 
-async def listen(answer: Answer, item: Item, say: Say) -> None:
-    """Tell what *answer*, a live transcription of *item*, says."""
+async def listen(answer: Answer, item: Item, audio: LiveAudio, say: Say) -> None:
+    """Tell what *answer*, a live transcription of *item*, says of *audio*."""
     parts: list[str] = []
     try:
         async for delta in answer:
@@ -58,8 +59,7 @@ async def listen(answer: Answer, item: Item, say: Say) -> None:
                 parts.append(delta.text)
                 await say(_delta(item, delta.text))
         item.content[0].text = "".join(parts)
-        usage = answer.usage
-        await say(_completed(item, 0.0 if usage is None else float(usage.input.get("audio_seconds", 0.0))))
+        await say(_completed(item, audio.seconds))
     except Exception as error:
         await say(_failed(item, as_request_error(error)))
 

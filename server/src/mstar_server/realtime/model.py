@@ -18,7 +18,8 @@ class SessionModel:
 
     A model with the ability ``realtime`` hears live: its processor prepares a :class:`~mstar.spec.tasks.ChatTask` (or a
     :class:`~mstar.spec.tasks.TranscriptionTask` without audio) with ``live=("audio",)``, and takes what the client says
-    as :class:`~mstar.spec.tasks.Audio` parts on that stream. Other models get whole turns: chat models as messages,
+    as :class:`~mstar.spec.tasks.Audio` parts on that stream, at the rate that its spec's live input of sound names.
+    Other models get whole turns: chat models as messages,
     transcription models as clips.
 
     :param wanted: the model that the socket's address names. Raises :class:`RequestError` if it cannot serve *kind*.
@@ -49,6 +50,12 @@ class SessionModel:
         if settings.kind == "transcription":
             return self._can("realtime") and self._can("transcription") and self.writer(settings) is self.service
         return self._can("realtime")
+
+    @property
+    def live_rate(self) -> float | None:
+        """The rate in Hz at which it is to be fed then; ``None``: any."""
+        live = () if self.service is None else self.service.spec.live
+        return next((feed.rate for feed in live if feed.modality == "audio"), None)
 
     @property
     def hears(self) -> bool:
