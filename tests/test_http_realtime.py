@@ -159,6 +159,35 @@ def test_a_live_turn_is_heard_at_the_models_rate_whatever_the_clients(client: op
         assert until(talk, f"{TRANSCRIPT}.completed")[-1].transcript == "hello"
 
 
+@pytest.mark.parametrize("model", ["mini_scribe", "mini_ctc"])
+def test_a_session_whose_model_is_named_after_the_first_sound(server: Server, model: str) -> None:
+    """As agents do that begin with the microphone and name the model once the session is there."""
+    address = f"{server.url.replace('http', 'ws')}/v1/realtime?intent=transcription"
+    with connect(address) as socket:
+
+        def say(kind: str, **fields: Any) -> None:
+            socket.send(json.dumps({"type": kind, **fields}))
+
+        def hear(kind: str) -> Any:
+            while (event := json.loads(socket.recv(timeout=30)))["type"] not in (kind, "error"):
+                pass
+            return event
+
+        manual = {"turn_detection": None}
+        say("session.update", session={"type": "transcription", "audio": {"input": manual}})
+        say("input_audio_buffer.append", audio=pcm(spoken("hel", 24_000)))
+        say("input_audio_buffer.commit")
+        assert hear("input_audio_buffer.committed")["error"]["param"] == "session.audio.input.transcription.model"
+        named = {**manual, "transcription": {"model": model}}
+        say("session.update", session={"type": "transcription", "audio": {"input": named}})
+        say("input_audio_buffer.append", audio=pcm(spoken("lo\n", 24_000, PAUSE_S)))
+        if model == "mini_scribe":
+            assert hear(f"{TRANSCRIPT}.delta")["delta"] == "h"
+        say("input_audio_buffer.commit")
+        assert hear(f"{TRANSCRIPT}.completed")["transcript"] == "hello"
+    assert idle(server, model)
+
+
 def test_a_live_turn_that_is_cleared_ends_and_counts_for_nothing(scribe: RealtimeConnection, server: Server) -> None:
     scribe.input_audio_buffer.append(audio=pcm(spoken("no\n", 24_000, PAUSE_S)))
     dropped = partial(scribe, "no")

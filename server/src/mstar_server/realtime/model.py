@@ -45,17 +45,10 @@ class SessionModel:
     def _can(self, ability: str) -> bool:
         return self.service is not None and ability in self.service.spec.abilities
 
-    def live(self, settings: SessionSettings) -> bool:
-        """Whether the session's model hears while the client speaks."""
-        if settings.kind == "transcription":
-            return self._can("realtime") and self._can("transcription") and self.writer(settings) is self.service
-        return self._can("realtime")
-
-    @property
-    def live_rate(self) -> float | None:
-        """The rate in Hz at which it is to be fed then; ``None``: any."""
-        live = () if self.service is None else self.service.spec.live
-        return next((feed.rate for feed in live if feed.modality == "audio"), None)
+    def listener(self, settings: SessionSettings) -> Service | None:
+        """The model that hears while the client speaks, if one does: the session's, or the one that writes down."""
+        found = self.writer(settings) if settings.kind == "transcription" else self.service
+        return found if found is not None and "realtime" in found.spec.abilities else None
 
     @property
     def hears(self) -> bool:
@@ -73,7 +66,7 @@ class SessionModel:
 
     def check_hears(self, settings: SessionSettings) -> None:
         """Raises :class:`RequestError` where audio would be of no use."""
-        if self.live(settings) or self.writer(settings) is not None:
+        if self.listener(settings) is not None or self.writer(settings) is not None:
             return
         where = "session.audio.input.transcription.model"
         if settings.kind == "transcription":

@@ -79,6 +79,11 @@ class Running:
         return self._replying or bool(self._writing)
 
     @property
+    def listening(self) -> bool:
+        """Whether a turn is being heard live."""
+        return self._live is not None
+
+    @property
     def _replying(self) -> bool:
         return self._reply_task is not None and not self._reply_task.done()
 
@@ -100,8 +105,11 @@ class Running:
             await self._live.push(samples)
 
     async def _open_live(self, settings: SessionSettings, item_id: str) -> None:
-        service = self._service()
-        audio = LiveAudio(settings.input_format.rate, self.model.live_rate)
+        service = self.model.listener(settings)
+        if service is None:
+            return
+        rate = next((feed.rate for feed in service.spec.live if feed.modality == "audio"), None)
+        audio = LiveAudio(settings.input_format.rate, rate)
         if settings.kind == "transcription":
             wish = settings.transcription or Transcribing()
             task: Task = TranscriptionTask(
