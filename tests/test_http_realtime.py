@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,13 +229,3 @@ def test_a_chat_by_text(client: openai.OpenAI) -> None:
             if event.type == "response.done":
                 break
     assert said == decode(continue_sum(encode("abc"), 5))
-
-
-def test_the_example_of_the_documentation(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parent.parent / "docs/http/realtime.md"
-    (source,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    samples = spoken("hello there", 24_000)
-    (tmp_path / "talk.pcm").write_bytes(base64.b64decode(pcm(samples)))
-    changed = source.replace("http://127.0.0.1:8000", server.url).replace("talk.pcm", str(tmp_path / "talk.pcm"))
-    exec(compile(changed, str(page), "exec"), {})
-    assert capsys.readouterr().out == "hello there\n"

@@ -30,7 +30,7 @@ from .test_docs import ROOT
 MODEL, PROMPT, TOKENS = "mini_chat", "Hi", 16
 SOUND = ("mini_tts", "mini_ctc", "mini_scribe", "mini_embed")
 RATE = 24_000
-CLIENTS = os.environ.get("MSTAR_CLIENTS_PYTHON", sys.executable)
+CLIENTS = str(Path(os.environ.get("MSTAR_CLIENTS_PYTHON", sys.executable)).absolute())
 Example = tuple[str, str]
 """A program, and what it prints; nothing for one that prints answers to ``Hi``."""
 
