@@ -1,4 +1,4 @@
-"""The examples of the pages about the client and the native routes, against a real server."""
+"""The examples of the page about the client, against a real server."""
 
 from __future__ import annotations
 
@@ -29,12 +29,6 @@ def said(source: str, page: str, server: Server) -> str:
     with contextlib.redirect_stdout(out):
         exec(compile(here, page, "exec"), {"__name__": "example"})
     return out.getvalue()
-
-
-def test_the_socket_of_the_native_page(server: Server) -> None:
-    (source,) = blocks("docs/native.md", "python")
-    (want,) = blocks("docs/native.md", "text")
-    assert said(source, "docs/native.md", server) == want
 
 
 def test_the_examples_of_the_client_page(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

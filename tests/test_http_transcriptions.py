@@ -6,7 +6,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -286,12 +285,3 @@ def test_a_client_that_leaves_ends_all_windows(server: Server) -> None:
         line = next(line for line in reply.iter_lines() if line.startswith("data: "))
         assert json.loads(line[6:])["type"] == "transcript.text.delta"
     assert not any(pool["used"] for pool in server.pools()["mini_ctc"].values())
-
-
-def test_the_example_of_the_documentation(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parent.parent / "docs/http/transcriptions.md"
-    (source,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "talk.wav").write_bytes(wav(spoken("hello there\ngoodbye")))
-    changed = source.replace("http://127.0.0.1:8000", server.url).replace("talk.wav", str(tmp_path / "talk.wav"))
-    exec(compile(changed, str(page), "exec"), {})
-    assert capsys.readouterr().out == "hello there goodbye\n0.0 0.22 hello there\n0.72 0.86 goodbye\n"

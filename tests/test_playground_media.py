@@ -10,22 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mstar.testing.miniatures import MINIATURES
-
 from .browsing import Browser, browsing, needs_chromium
 from .serving import Server, serving
 from .test_playground import answer, code, run, run_python
 
 pytestmark = [needs_chromium, pytest.mark.timeout(300)]
 
-ABILITIES = {model.key: model.spec.abilities for model in MINIATURES}
-MODELS = [key for key in ("mini_tts", "mini_omni", "mini_ctc", "mini_denoise", "mini_video") if key in ABILITIES]
-
-
-def needs(key: str, ability: str) -> pytest.MarkDecorator:
-    """For a view that only shows where the server has its route, which comes with the miniature's ability."""
-    missing = ability not in ABILITIES.get(key, ())
-    return pytest.mark.skipif(missing, reason=f"{key} has no ability {ability}")
+MODELS = ("mini_tts", "mini_omni", "mini_ctc", "mini_denoise", "mini_video")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +68,6 @@ def run_shown(browser: Browser, folder: Path) -> None:
     run_python(code(browser, "Python"), folder)
 
 
-@needs("mini_tts", "speech")
 def test_a_text_is_spoken(browser: Browser, server: Server, tmp_path: Path) -> None:
     browser.open(f"{server.url}/#/mini_tts/speech")
     browser.one(".composer textarea").clear()
@@ -91,7 +81,6 @@ def test_a_text_is_spoken(browser: Browser, server: Server, tmp_path: Path) -> N
     assert size / 2 / 8000 == pytest.approx(duration(browser, ".output audio"), abs=0.01)
 
 
-@needs("mini_tts", "speech")
 def test_a_clip_becomes_a_voice(browser: Browser, server: Server, clip: Path) -> None:
     browser.open(f"{server.url}/#/mini_tts/speech")
     browser.one(".settings details > summary").click()
@@ -108,7 +97,6 @@ def test_a_clip_becomes_a_voice(browser: Browser, server: Server, clip: Path) ->
     assert [voice["id"] for voice in voices if voice["name"] == "beeper"] == [name]
 
 
-@needs("mini_tts", "speech")
 def test_a_chat_answers_with_sound(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_omni/chat")
     browser.one(".choice input").click()
@@ -117,7 +105,6 @@ def test_a_chat_answers_with_sound(browser: Browser, server: Server) -> None:
     assert browser.text(".turn[data-role=assistant] .markdown") == answer("abc")
 
 
-@needs("mini_ctc", "transcription")
 def test_a_clip_is_written_down(browser: Browser, server: Server, clip: Path) -> None:
     browser.open(f"{server.url}/#/mini_ctc/transcription")
     browser.all("[data-field=file] input[type=file]")[0].send_keys(str(clip))
@@ -134,7 +121,6 @@ def test_a_clip_is_written_down(browser: Browser, server: Server, clip: Path) ->
     run_shown(browser, clip.parent)
 
 
-@needs("mini_ctc", "transcription")
 def test_the_microphone_is_written_down(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_ctc/transcription")
     browser.one(".record").click()
@@ -147,7 +133,6 @@ def test_the_microphone_is_written_down(browser: Browser, server: Server) -> Non
     assert browser.text(".output .text")
 
 
-@needs("mini_denoise", "image_edit")
 def test_pictures_are_made_and_changed(browser: Browser, server: Server, tmp_path: Path) -> None:
     browser.open(f"{server.url}/#/mini_denoise/images")
     browser.one(".composer textarea").send_keys("abc")
@@ -170,7 +155,6 @@ def test_pictures_are_made_and_changed(browser: Browser, server: Server, tmp_pat
     assert "image[]=@picture.png" in code(browser, "curl")
 
 
-@needs("mini_denoise", "image")
 def test_a_size_that_the_model_does_not_make_is_said_at_its_field(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_denoise/images")
     browser.one(".composer textarea").send_keys("abc")
@@ -180,7 +164,6 @@ def test_a_size_that_the_model_does_not_make_is_said_at_its_field(browser: Brows
     assert [line for line in browser.complaints() if "400 (Bad Request)" not in line] == []
 
 
-@needs("mini_video", "video")
 def test_a_video_is_a_job_that_outlives_the_page(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_video/videos")
     browser.one(".composer textarea").send_keys("abc")

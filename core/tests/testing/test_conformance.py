@@ -23,6 +23,12 @@ class TestMiniatures(FamilyConformance):
     plugin = "mstar.testing.miniatures"
 
 
+class TestWatcher(FamilyConformance):
+    """Its sample requests have videos, which go over HTTP as files."""
+
+    plugin, key = "watching", "watcher"
+
+
 class TestPlugin(PluginConformance):
     plugin = "mstar.testing.miniatures"
 

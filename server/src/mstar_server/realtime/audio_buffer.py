@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from mstar.spec.errors import RequestError, nearest
+from mstar.spec.tasks import Audio
 from mstar_server.media.values import decode_base64
 
-__all__ = ["FORMATS", "AudioBuffer", "AudioFormat", "OutgoingAudio", "read_format"]
+__all__ = ["FORMATS", "AudioBuffer", "AudioFormat", "LiveAudio", "OutgoingAudio", "read_format"]
 
 _BETA = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 _RATES = {"audio/pcm": 24_000, "audio/pcmu": 8_000, "audio/pcma": 8_000}
@@ -148,6 +149,22 @@ class AudioBuffer:
             kept = samples[len(samples) - last :]
             self.begins_at -= last
             self.append(kept)
+
+
+class LiveAudio:
+    """What a client says, at the rate of the model that hears it meanwhile. :param wanted: ``None``: any will do."""
+
+    def __init__(self, rate: int, wanted: float | None):
+        self.rate, self.seconds = rate if wanted is None else int(wanted), 0.0
+        self._given = rate
+        self._resampler = _resampler(rate, self.rate)
+
+    def feed(self, samples: np.ndarray, last: bool = False) -> Audio | None:
+        """*samples*: float32 ``[samples]``. What the resampler holds back comes later, at the *last* at the latest."""
+        self.seconds += len(samples) / self._given
+        if self._resampler is not None:
+            samples = self._resampler.resample_chunk(samples, last=last)
+        return Audio(samples, self.rate) if len(samples) else None
 
 
 class OutgoingAudio:

@@ -18,6 +18,7 @@ from mstar_server.openai.transcribing import WindowRun, heard
 from mstar_server.openai.transcription_request import TranscriptionRequest
 from mstar_server.openai.transcription_response import Spell, logprob_objects
 from mstar_server.protocols import Answer, Service
+from mstar_server.realtime.audio_buffer import LiveAudio
 from mstar_server.realtime.conversation import Item
 from mstar_server.realtime.events import new_id
 from mstar_server.realtime.replies import Say
@@ -67,9 +68,9 @@ async def write_down(
             run.close()
 
 
-async def listen(answer: Answer, item: Item, say: Say, spell: Spell | None = None) -> None:
-    """Tell what *answer*, a live transcription of *item*, says. *spell*: the bytes of a token, where the client wants
-    log-probabilities."""
+async def listen(answer: Answer, item: Item, audio: LiveAudio, say: Say, spell: Spell | None = None) -> None:
+    """Tell what *answer*, a live transcription of *item*, says of *audio*. *spell*: the bytes of a token, where the
+    client wants log-probabilities."""
     parts: list[str] = []
     all_logprobs: list[TokenLogprob] = []
     held: list[TokenLogprob] = []
@@ -83,9 +84,7 @@ async def listen(answer: Answer, item: Item, say: Say, spell: Spell | None = Non
                 await say(_delta(item, delta.text, _told(held, spell)))
                 all_logprobs, held = [*all_logprobs, *held], []
         item.content[0].text = "".join(parts)
-        usage = answer.usage
-        seconds = 0.0 if usage is None else float(usage.input.get("audio_seconds", 0.0))
-        await say(_completed(item, seconds, _told([*all_logprobs, *held], spell)))
+        await say(_completed(item, audio.seconds, _told([*all_logprobs, *held], spell)))
     except Exception as error:
         await say(_failed(item, as_request_error(error)))
 

@@ -19,7 +19,8 @@ class SessionModel:
 
     A model with the ability ``realtime`` hears live: its processor prepares a :class:`~mstar.spec.tasks.ChatTask` (or a
     :class:`~mstar.spec.tasks.TranscriptionTask` without audio) with ``live=("audio",)``, and takes what the client says
-    as :class:`~mstar.spec.tasks.Audio` parts on that stream. Other models get whole turns: chat models as messages,
+    as :class:`~mstar.spec.tasks.Audio` parts on that stream, at the rate that its spec's live input of sound names.
+    Other models get whole turns: chat models as messages,
     transcription models as clips.
 
     :param wanted: the model that the socket's address names. Raises :class:`RequestError` if it cannot serve *kind*.
@@ -45,11 +46,10 @@ class SessionModel:
     def _can(self, ability: str) -> bool:
         return self.service is not None and ability in self.service.spec.abilities
 
-    def live(self, settings: SessionSettings) -> bool:
-        """Whether the session's model hears while the client speaks."""
-        if settings.kind == "transcription":
-            return self._can("realtime") and self._can("transcription") and self.writer(settings) is self.service
-        return self._can("realtime")
+    def listener(self, settings: SessionSettings) -> Service | None:
+        """The model that hears while the client speaks, if one does: the session's, or the one that writes down."""
+        found = self.writer(settings) if settings.kind == "transcription" else self.service
+        return found if found is not None and "realtime" in found.spec.abilities else None
 
     @property
     def hears(self) -> bool:
@@ -67,7 +67,7 @@ class SessionModel:
 
     def check_hears(self, settings: SessionSettings) -> None:
         """Raises :class:`RequestError` where audio would be of no use."""
-        if self.live(settings) or self.writer(settings) is not None:
+        if self.listener(settings) is not None or self.writer(settings) is not None:
             return
         where = "session.audio.input.transcription.model"
         if settings.kind == "transcription":

@@ -12,13 +12,14 @@ import numpy as np
 
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs, validate_knobs
-from mstar.spec.tasks import Audio, ChatTask, Task, TranscriptionTask
+from mstar.spec.tasks import ChatTask, Task, TranscriptionTask
 from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.exchange import current
 from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcription_response import Spell
 from mstar_server.protocols import Answer, Service
+from mstar_server.realtime.audio_buffer import LiveAudio
 from mstar_server.realtime.conversation import Content, Conversation, Item, read_item
 from mstar_server.realtime.events import new_id
 from mstar_server.realtime.hearing import listen, write_down
@@ -51,10 +52,16 @@ def _apart() -> AbstractContextManager[Any]:
 
 
 class _Live:
-    """A turn that is heard while it is said. *item*: filled with its audio's transcript at the end."""
+    """A turn that is heard while it is said."""
 
-    def __init__(self, answer: Answer, item: Item):
-        self.answer, self.item = answer, item
+    def __init__(self, answer: Answer, audio: LiveAudio):
+        self.answer, self.audio = answer, audio
+
+    async def push(self, samples: np.ndarray, end: bool = False) -> None:
+        if self.answer.finish_reason is None:
+            part = self.audio.feed(samples, end)
+            if end or part is not None:
+                await self.answer.push(STREAM, part, end=end)
 
 
 class Running:
@@ -74,6 +81,11 @@ class Running:
         return self._replying or bool(self._writing)
 
     @property
+    def listening(self) -> bool:
+        """Whether a turn is being heard live."""
+        return self._live is not None
+
+    @property
     def _replying(self) -> bool:
         return self._reply_task is not None and not self._reply_task.done()
 
@@ -91,12 +103,15 @@ class Running:
         """*samples* of the turn *item_id*, for a model that hears live. The first ones open its request."""
         if self._live is None:
             await self._open_live(settings, item_id)
-        live = self._live
-        if live is not None and live.answer.finish_reason is None:
-            await live.answer.push(STREAM, Audio(samples, settings.input_format.rate))
+        if self._live is not None:
+            await self._live.push(samples)
 
     async def _open_live(self, settings: SessionSettings, item_id: str) -> None:
-        service = self._service()
+        service = self.model.listener(settings)
+        if service is None:
+            return
+        rate = next((feed.rate for feed in service.spec.live if feed.modality == "audio"), None)
+        audio = LiveAudio(settings.input_format.rate, rate)
         if settings.kind == "transcription":
             wish = settings.transcription or Transcribing()
             task: Task = TranscriptionTask(
@@ -105,18 +120,24 @@ class Running:
             )  # fmt: skip
             spell = token_bytes_of(await self.state.processor(service)) if settings.logprobs else None
             item, opened = Item("message", item_id, "user", [Content("input_audio")]), _opened()
-            self._write(item, self._listen(service, task, item, opened, spell))
-            self._live = _Live(await opened, item)
+            self._write(item, self._listen(service, task, item, audio, opened, spell))
+            self._live = _Live(await opened, audio)
             return
         await self.interrupt("turn_detected")
         task = self._chat(settings, self.conversation, service, (STREAM,))
         opened = _opened()
         reply = Reply(settings, self.say, self.conversation, None, self._conversation_id)
         await self._begin(reply, lambda: start(service, [task], new_id("rt")), opened)
-        self._live = _Live(await opened, Item("message", item_id, "user"))
+        self._live = _Live(await opened, audio)
 
     async def _listen(
-        self, service: Service, task: Task, item: Item, opened: asyncio.Future[Answer], spell: Spell | None
+        self,
+        service: Service,
+        task: Task,
+        item: Item,
+        audio: LiveAudio,
+        opened: asyncio.Future[Answer],
+        spell: Spell | None,
     ) -> None:
         answers: list[Answer] = []
         try:
@@ -126,16 +147,16 @@ class Running:
             return
         opened.set_result(answers[0])
         try:
-            await listen(answers[0], item, self.say, spell)
+            await listen(answers[0], item, audio, self.say, spell)
         finally:
             cancel(answers)
 
     async def heard(self, item: Item, settings: SessionSettings) -> None:
         """*item*, a turn of the client's, is complete: end what hears it live, or have it written down."""
         live, self._live = self._live, None
-        if live is not None and live.answer.finish_reason is None:
+        if live is not None:
             with contextlib.suppress(RequestError):  # it ended meanwhile: its own task tells how
-                await live.answer.push(STREAM, None, end=True)
+                await live.push(np.zeros(0, np.float32), end=True)
         if live is not None and settings.kind == "transcription":
             return
         writer = self.model.writer(settings)

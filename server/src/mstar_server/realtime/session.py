@@ -194,7 +194,8 @@ class Session:
     # --- audio
 
     async def _on_append(self, event: dict[str, Any]) -> None:
-        self.model.check_hears(self.settings)
+        if self.settings.kind == "realtime":
+            self.model.check_hears(self.settings)  # a transcription's model may yet be named before the turn ends
         text, kind = text_field(event, "audio"), self.settings.input_format
         if len(text) < _LARGE_CHARS:
             samples = self.buffer.read(text, kind)
@@ -225,7 +226,7 @@ class Session:
                 await self.say({"type": "input_audio_buffer.speech_started", **head})
                 if detector.settings.interrupt_response:
                     await self.running.interrupt("turn_detected")
-                await self._hear(self.buffer.peek())
+                await self._hear(samples)
             elif self._turn is not None:
                 head = {"audio_end_ms": at * 1000 // rate, "item_id": self._turn}
                 await self.say({"type": "input_audio_buffer.speech_stopped", **head})
@@ -234,9 +235,11 @@ class Session:
             self.buffer.keep(padding + rate // 2)  # what a turn that is just beginning may need
 
     async def _hear(self, samples: np.ndarray) -> None:
-        """Audio of a turn that goes on, for a model that hears live."""
-        if self.model.live(self.settings):
+        """Audio of a turn that goes on, the buffer's newest, for a model that hears live."""
+        if self.model.listener(self.settings) is not None:
             self._turn = self._turn or new_id("item")
+            if not self.running.listening:  # what came before the session had its model counts as well
+                samples = self.buffer.peek()
             await self.running.hear(samples, self.settings, self._turn)
 
     async def _on_commit(self, event: dict[str, Any]) -> None:
@@ -247,6 +250,7 @@ class Session:
         await self._commit(create_response=False)
 
     async def _commit(self, create_response: bool) -> None:
+        self.model.check_hears(self.settings)
         settings, samples = self.settings, self.buffer.take()
         item = heard_item(samples, settings.input_format.rate, self._turn or new_id("item"))
         self._turn = None
@@ -259,7 +263,7 @@ class Session:
             told = {"type": f"conversation.item.{word}", "previous_item_id": before, "item": item.object()}
             await self.say(told)
         await self.running.heard(item, settings)
-        if create_response and settings.kind == "realtime" and not self.model.live(settings):
+        if create_response and settings.kind == "realtime" and self.model.listener(settings) is None:
             await self.running.respond(settings, {})
 
     async def _on_clear(self, event: dict[str, Any]) -> None:

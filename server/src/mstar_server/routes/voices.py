@@ -37,7 +37,9 @@ _LANGUAGE_CHARS = 35
 async def list_audio_models(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
     found = [s for s in state.services.values() if "audio" in s.spec.outputs or set(_AUDIO) & set(s.spec.abilities)]
-    return {"object": "list", "data": [describe_model(service, state) for service in found]}
+    data = [describe_model(service, state) for service in found]
+    # Open WebUI, and servers that it was written for, list models for sound under "models"
+    return {"object": "list", "data": data, "models": [{"id": model["id"]} for model in data]}
 
 
 @router.get("/v1/audio/voices", summary="The voices that can be spoken with")
@@ -49,7 +51,9 @@ async def list_voices(
     if model is not None:
         key = state.find(model).spec.key
         items = [item for item in items if key in item["models"]]
-    return {"object": "list", "data": items}
+    # as for models: under "voices"
+    voices = [{"id": item["id"], "name": item["name"]} for item in items]
+    return {"object": "list", "data": items, "voices": voices}
 
 
 @router.get("/v1/audio/voices/{voice_id}", summary="One voice")

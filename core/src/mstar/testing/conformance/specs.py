@@ -109,7 +109,8 @@ class SpecChecks:
         for ability in spec.abilities:
             if ability not in _TASKS:
                 continue  # such tasks come from the route's adapter: test_http_round_trip
-            live = () if example.live is None else example.live
+            fed = tuple(feed.name for feed in spec.live) if ability == "generate" else ()
+            live = fed if example.live is None else example.live
             try:
                 prepared = processor.prepare(task_for(spec, example, ability, live=live), "r0")
             except RequestError as error:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
+import pkgutil
 import wave
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mstar.spec.tasks import Audio, File, Image, Part, Text
+from mstar.spec.tasks import Audio, File, Image, Part, Text, Video
 
 __all__ = ["chat_content", "files", "unsendable", "wav_file"]
+
+_SENDABLE = (Image, Audio, Video, File, Text)
+_URLS: Mapping[type[Part], str] = {Image: "image_url", Audio: "audio_url", Video: "video_url"}
 
 
 def unsendable(parts: Sequence[Part]) -> str:
     """Why *parts* cannot be sent over HTTP, or ``""``."""
-    kinds = {type(part) for part in parts}
-    if Audio in kinds and importlib.util.find_spec("soundfile") is None:
-        return "its sample request has audio, for which the server needs `pip install soundfile`"
-    strange = sorted(kind.__name__.lower() for kind in kinds - {Image, Audio, File, Text})
+    strange = sorted({type(part).__name__.lower() for part in parts if not isinstance(part, _SENDABLE)})
     return f"its sample request has parts that the suite cannot send: {', '.join(strange)}" if strange else ""
 
 
@@ -40,10 +40,16 @@ def chat_content(text: str, parts: Sequence[Part]) -> Any:
         return text
     content: list[dict[str, Any]] = []
     for part in parts:
-        _, media_type, data = _encode(part)
-        kind = "image_url" if isinstance(part, Image) else "audio_url"
+        if isinstance(part, Text):
+            content.append({"type": "text", "text": part.text})
+            continue
+        name, media_type, data = _encode(part)
         url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-        content.append({"type": kind, kind: {"url": url}})
+        if isinstance(part, File):
+            content.append({"type": "file", "file": {"file_data": url, "filename": name}})
+        else:
+            kind = _URLS[type(part)]
+            content.append({"type": kind, kind: {"url": url}})
     return [*content, {"type": "text", "text": text}]
 
 
@@ -58,6 +64,9 @@ def _encode(part: Part) -> tuple[str, str, bytes]:
     if isinstance(part, Audio):
         name, data, media_type = wav_file(part)
         return name, media_type, data
+    if isinstance(part, Video):
+        encode = pkgutil.resolve_name("mstar_server.media.encode.video:mp4")
+        return "sample.mp4", "video/mp4", encode(part.frames, part.fps, part.audio)
     if isinstance(part, File):
         return part.name, part.media_type, part.data
     if isinstance(part, Text):

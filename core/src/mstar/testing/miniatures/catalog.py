@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,6 +34,9 @@ LOUDNESS = 1 / 512  # of speech and of chats with sound, so that no sample leave
 PIECE = 24  # characters that the speaking miniature takes at once
 HUSH = VOCAB  # the label of silence
 LABEL_S = 0.02  # seconds a label
+HOP = 40  # samples in which the live transcriber sees one level
+HOPS = 4  # of them a label
+PAUSE = 5  # labels of silence that end a word
 
 
 Size = tuple[int, int]  # width and height
@@ -81,6 +86,13 @@ def spoken(text: str, rate: int = 8000, pause_s: float = 0.5) -> np.ndarray:
         level = 0.0 if char == "\n" else (encode(char)[0] + 1) / (2 * VOCAB)
         levels.append(np.full(round(pause_s * rate) if char == "\n" else size, level, dtype=np.float32))
     return np.concatenate(levels)
+
+
+def scribe_answer(samples: np.ndarray) -> str:
+    """What *mini_scribe* hears in samples as :func:`spoken` makes them: the level in the middle of each label."""
+    heard = [int(np.rint(level * 2 * VOCAB)) - 1 for level in samples[HOP * HOPS // 2 :: HOP * HOPS]]
+    words = "".join("\n" if label < 0 else decode([label]) for label in heard)
+    return re.sub("\n+", " ", words.strip("\n"))
 
 
 def embed_answer(ids: list[int]) -> np.ndarray:
@@ -265,6 +277,13 @@ def _appends(rng: random.Random, stream: str, shape: tuple[int, ...], most: int)
     return Example(appends=tuple(pieces))
 
 
+def _said(rng: random.Random) -> Example:
+    """A few words, cut anywhere, as a client's microphone would."""
+    samples = spoken("\n".join(_text(rng, 6) for _ in range(rng.randint(1, 2))), RATE, pause_s=0.2)
+    ends = [0, *sorted(rng.sample(range(1, len(samples)), rng.randint(0, 4))), len(samples)]
+    return Example(appends=tuple(("audio", samples[a:b]) for a, b in itertools.pairwise(ends)))
+
+
 def joined(example: Example) -> np.ndarray:
     """All that the client sends, as one array."""
     return np.concatenate([items for _, items in example.appends])
@@ -379,6 +398,18 @@ MINIATURES = (
         _plain_example,
         lambda e: {"text": decode(transducer_answer(encode(e.text)))},
         prepare=_PROCESSORS + "IdFramesProcessor",
+    ),
+    Miniature(
+        "mini_scribe",
+        "shape 4: live transcription, clocked by the client's stream",
+        _MODELS + "listening:Scribe",
+        _TEXT,
+        _said,
+        lambda e: {"text": scribe_answer(joined(e))},
+        abilities=("generate", "transcription", "realtime"),
+        inputs=("audio",),
+        feeds=(LiveInput("audio", "audio", rate=RATE, description="What is to be written down."),),
+        prepare="mstar.testing.miniatures.hearing:ScribeProcessor",
     ),
     Miniature(
         "mini_tts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -172,6 +172,9 @@ _FIELDS: Mapping[type[Task], str] = {
 class MiniProcessor(Processor):
     """Characters in, values out. Subclasses override :meth:`inputs`."""
 
+    reads: ClassVar[tuple[type, ...]] = ()
+    """Media that it takes beside images."""
+
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
         self.grammars = GrammarCompiler(vocabulary, VOCAB)
@@ -231,7 +234,7 @@ class MiniProcessor(Processor):
         return Prepared(request, prompt_tokens=self.prompt_tokens(task) if inputs else 0, state=hidden)
 
     def _refuse_media(self, task: Task) -> None:
-        takes = (Text, Image) if "image" in self.context.spec.inputs else (Text,)
+        takes = (Text, *self.reads, *((Image,) if "image" in self.context.spec.inputs else ()))
         parts = [(f"parts[{i}]", part) for i, part in enumerate(task.parts)] if isinstance(task, GenerateTask) else []
         for i, message in enumerate(task.messages if isinstance(task, ChatTask) else ()):
             parts += [(f"messages[{i}].content", part) for part in message.content]

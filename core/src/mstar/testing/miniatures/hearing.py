@@ -1,4 +1,4 @@
-"""The processor of the miniature that transcribes: levels in, labels out, with times."""
+"""The processors of the miniatures that transcribe: levels in, labels out; of whole clips with times."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import numpy as np
 from mstar.processing.speech.windows import WindowPolicy, cut
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import Delta, Prepared, Renderer, SegmentDelta, TextDelta, Word
-from mstar.spec.request import Emit
-from mstar.spec.tasks import Task, TranscriptionTask
-from mstar.testing.miniatures.catalog import HUSH, LABEL_S, VOCAB, frames_for
-from mstar.testing.miniatures.common import MiniProcessor, decode, text_of
+from mstar.spec.request import Emit, Push
+from mstar.spec.tasks import Audio, Task, TranscriptionTask
+from mstar.testing.miniatures.catalog import HUSH, LABEL_S, PAUSE, VOCAB, frames_for
+from mstar.testing.miniatures.common import RATE, MiniProcessor, decode, text_of
 
-__all__ = ["HearingProcessor"]
+__all__ = ["HearingProcessor", "ScribeProcessor"]
 
 WINDOWS = WindowPolicy(window_s=16.0, whole_s=20.0)
 LONGEST_S = 40.0
 FRAME_S = LABEL_S / 2
-PAUSE = 5
-"""Labels of silence that end a segment."""
 
 
 class HearingProcessor(MiniProcessor):
@@ -109,3 +107,38 @@ def _words(text: str, start: int) -> Iterable[Word]:
         if word:
             yield Word(word, (start + at) * LABEL_S, (start + at + len(word)) * LABEL_S)
         at += len(word) + 1
+
+
+class ScribeProcessor(MiniProcessor):
+    """Hears the request's stream ``audio``, or the clip that it brings."""
+
+    reads = (Audio,)
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        if task.live:
+            return {}
+        clip = next((part for part in task.media if isinstance(part, Audio)), None)
+        if clip is None:
+            raise RequestError("the request has no audio", param="files")
+        return {"clip": _at_rate(clip)}
+
+    def prepare(self, task: Task, request_id: str) -> Prepared:
+        if task.logprobs is not None:
+            raise RequestError("'include': this model has no log-probabilities", param="include")
+        return super().prepare(task, request_id)
+
+    def prompt_tokens(self, task: Task) -> int:
+        return 0
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        if isinstance(part, Audio):
+            if part.rate != RATE:
+                raise RequestError(f"{stream!r} is heard at {RATE} Hz, not {part.rate}", param=stream)
+            part = np.asarray(part.samples, np.float32)
+        return super().push(stream, part, request_id, end)
+
+
+def _at_rate(clip: Audio) -> np.ndarray:
+    """*clip* at the model's rate. Levels are the same at any rate, so the nearest samples do."""
+    samples = np.asarray(clip.samples, dtype=np.float32)
+    return samples[np.arange(len(samples) * RATE // clip.rate) * clip.rate // RATE]
