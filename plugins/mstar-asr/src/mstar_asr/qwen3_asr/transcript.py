@@ -169,6 +169,11 @@ class TranscriptReader:
         self._raw, self._collapsed, self._text = _Stripped(), Collapsed(), _Stripped()
         self._head: str | None = None if forced else ""
 
+    @property
+    def in_text(self) -> bool:
+        """Whether what the model writes next is said, and not about it."""
+        return self._head is None
+
     def feed(self, text: str) -> str:
         """More of the answer. Returns more of the transcript: what nothing can change any more."""
         return self._read(self._collapsed.feed(self._raw.feed(text)))
