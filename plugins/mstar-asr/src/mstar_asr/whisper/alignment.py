@@ -45,7 +45,7 @@ def attention_weights(q: Tensor, keys: Tensor, heads: Sequence[int], positions: 
     :param q: ``[tokens, heads, head_dim]``. :param keys: ``[memory, heads, head_dim]``.
     """
     own, other = q[:, heads].float(), keys[:positions, heads].float()
-    scores = torch.einsum("qhd,khd->hqk", own, other) * q.shape[-1] ** -0.5
+    scores: Tensor = torch.einsum("qhd,khd->hqk", own, other) * q.shape[-1] ** -0.5
     return scores.softmax(-1)
 
 
@@ -54,9 +54,9 @@ def median(x: Tensor, width: int = _MEDIAN) -> Tensor:
     half = width // 2
     if x.shape[-1] <= half:
         return x
-    padded = F.pad(x, (half, half), mode="reflect")
-    filtered: Tensor = torch.median(padded.unfold(-1, width, 1), -1).values
-    return filtered
+    around: Tensor = F.pad(x, (half, half), mode="reflect").unfold(-1, width, 1)
+    middle: Tensor = around.kthvalue(half + 1, -1)[0]
+    return middle
 
 
 def time_matrix(weights: Tensor) -> Tensor:
