@@ -10,16 +10,20 @@ from mstar_server.protocols import Service
 from mstar_server.realtime.settings import SessionSettings
 from mstar_server.state import ServerState
 
-__all__ = ["SessionModel"]
+__all__ = ["STREAM", "SessionModel"]
+
+STREAM = "audio"
+"""The live stream that a client's audio goes to."""
 
 
 class SessionModel:
     """Knows which of the server's models answers, and which writes down.
 
-    A model with the ability ``realtime`` hears live: its processor prepares a :class:`~mstar.spec.tasks.ChatTask` (or a
-    :class:`~mstar.spec.tasks.TranscriptionTask` without audio) with ``live=("audio",)``, and takes what the client says
-    as :class:`~mstar.spec.tasks.Audio` parts on that stream. Other models get whole turns: chat models as messages,
-    transcription models as clips.
+    A model with the ability ``realtime`` hears live and answers: its processor prepares a
+    :class:`~mstar.spec.tasks.ChatTask` with ``live=("audio",)``, and takes what the client says as
+    :class:`~mstar.spec.tasks.Audio` parts on that stream. One with the ability ``transcription`` that can be fed with
+    such a stream writes down live: a :class:`~mstar.spec.tasks.TranscriptionTask` without audio. Other models get whole
+    turns: chat models as messages, transcription models as clips.
 
     :param wanted: the model that the socket's address names. Raises :class:`RequestError` if it cannot serve *kind*.
     """
@@ -47,7 +51,8 @@ class SessionModel:
     def live(self, settings: SessionSettings) -> bool:
         """Whether the session's model hears while the client speaks."""
         if settings.kind == "transcription":
-            return self._can("realtime") and self._can("transcription") and self.writer(settings) is self.service
+            writer = self.writer(settings)
+            return writer is not None and writer is self.service and _writes_live(writer)
         return self._can("realtime")
 
     @property
@@ -109,3 +114,8 @@ class SessionModel:
                 where = "session.audio.input.transcription.model"
                 raise RequestError(f"{where!r} is required", param=where, code="missing_required_parameter")
         return new
+
+
+def _writes_live(service: Service) -> bool:
+    spec = service.spec
+    return "realtime" in spec.abilities or any(fed.name == STREAM and fed.modality == "audio" for fed in spec.live)

@@ -55,6 +55,7 @@ class Qwen3ASRProcessor(Processor):
             raise SetupError(f"{context.spec.key}: this model needs weights; name a folder or a Hub id with --weights")
         self.sizes = Qwen3ASRConfig.from_hf(read_config(context.weights))
         self.options: Qwen3ASROptions = context.options
+        self.live_tokens = self.options.live_max_tokens
         self.tokenizer = TextTokenizer(context.weights)
         self.stop_ids = self.tokenizer.stop_ids or (self._id("<|im_end|>"), self._id("<|endoftext|>"))
         self._id("<|audio_start|>")
@@ -103,7 +104,7 @@ class Qwen3ASRProcessor(Processor):
         if task.logprobs is not None:
             raise RequestError("live speech has no log-probabilities", param="logprobs", code="unsupported_parameter")
         sound = self.options.live_seconds * audio_tokens(self.sizes.audio.second, self.sizes.audio.second)
-        wanted = task.knobs.max_tokens or self.options.live_max_tokens
+        wanted = task.knobs.max_tokens or self.live_tokens
         sampling = self._sampling(task, len(head) + len(tail) + sound, wanted, self.options.live_tokens(wanted))
         inputs = {"prompt": np.array(head, np.int64), "rest": np.array(tail, np.int64)}
         request = self._request(task, request_id, inputs, sampling, ("audio",))

@@ -24,7 +24,9 @@ class Qwen3ASRKnobs(Knobs):
 
     may_change_nothing: ClassVar[tuple[str, ...]] = ("seed",)
 
-    language: str | None = Field(None, description="Code or name of the spoken language; by default it is detected.")
+    language: str | None = Field(
+        None, max_length=64, description="Code or name of the spoken language; by default it is detected."
+    )
     temperature: Finite = Field(0.0, ge=0, le=2, description="0 is greedy; higher is more varied.")
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True
