@@ -37,10 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def driver(folder: Path, asr: Any) -> Iterator[Driver]:
-    kwargs = {"live_seconds": 40, "live_max_tokens": 12}
-    driver = Driver("qwen3_asr_realtime", asr, folder, dtype="float32", max_concurrent_requests=8, model_kwargs=kwargs)
+@pytest.fixture(scope="module", params=["plain", "lookahead"])
+def driver(folder: Path, asr: Any, request: pytest.FixtureRequest) -> Iterator[Driver]:
+    deployment = {
+        "max_concurrent_requests": 8,
+        "model_kwargs": {"live_seconds": 40, "live_max_tokens": 12},
+        "engine": {"lookahead": request.param == "lookahead"},
+    }
+    driver = Driver("qwen3_asr_realtime", asr, folder, dtype="float32", **deployment)
     yield driver
     driver.assert_empty()
 
@@ -276,3 +280,24 @@ def test_what_an_answer_begins_with(folder: Path) -> None:
     assert rounds.begins == kept + " 世"
     rounds.heard(tokenizer.encode("\N{REPLACEMENT CHARACTER}" + "a b c d e f g"))
     assert rounds.begins == kept + " 世"
+
+
+@pytest.mark.parametrize("every", [1, 4, 8])
+def test_other_steps_hear_the_same(folder: Path, asr: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    kwargs = {"live_step_s": every, "live_max_tokens": 8, "live_seconds": 20}
+    driver = Driver("qwen3_asr", asr, folder, dtype="float32", max_concurrent_requests=1, model_kwargs=kwargs)
+    heard = record(monkeypatch, driver, "encoder", "listen")
+    whole, samples = record(monkeypatch, driver, "encoder", "forward"), loud_first(18.2)
+    talk = Talk(driver, "r")
+    talk.say(samples, 5_000)
+    talk.end()
+    driver.submit("whole", Example(knobs={"max_tokens": 1}, parts=(Audio(samples, RATE),), live=()))
+    driver.run()
+    media, exact = media_of(heard), media_of(whole)[-1]
+    assert len(media) == -(-18 // every) + (every == 1)
+    for number, part in enumerate(media):
+        first = number * every // 8 * WINDOW
+        # 18.2 s: the last round is the only one whose window is not complete, or goes on with what came before
+        if (number + 1) * every % 8 == 0 or number == len(media) - 1:
+            torch.testing.assert_close(part, exact[first : first + len(part)], atol=1e-5, rtol=1e-4)
+    driver.assert_empty()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,10 @@ class Qwen3ASRProcessor(Processor):
 
     # --- requests -----------------------------------------------------------------------------------------------------
     def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
-        return cut(task, _WINDOWS)
+        """As the reference: the whole clip is resampled and brought to full scale, and then cut."""
+        if task.audio is None:
+            return (task,)
+        return cut(replace(task, audio=Audio(normalized(samples_at(task.audio, RATE)), RATE)), _WINDOWS)
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         audio, context, where = self._read(task)
@@ -87,7 +90,7 @@ class Qwen3ASRProcessor(Processor):
             return self._live(task, request_id, head, tail, language)
         samples = normalized(samples_at(audio, RATE))
         seconds = len(samples) / RATE
-        if seconds > LONGEST_S + _WINDOWS.search_s:
+        if seconds > LONGEST_S:
             message = (
                 f"{where!r}: {seconds:.1f} seconds are longer than the {LONGEST_S:g} that the model hears at a time"
             )
@@ -96,7 +99,7 @@ class Qwen3ASRProcessor(Processor):
         places = audio_tokens(int(sound[:, 0].sum()), self.sizes.audio.second)
         prompt = np.array([*head, *[self.sizes.audio_token] * places, *tail], np.int64)
         default = max(self.options.default_max_tokens, math.ceil(seconds * _TOKENS_A_SECOND))
-        sampling = self._sampling(task, len(prompt), default)
+        sampling = self._sampling(task, len(prompt), default, "prompt" if where == "file" else "text")
         request = self._request(task, request_id, {"prompt": prompt, "sound": sound}, sampling)
         return Prepared(request, prompt_tokens=len(prompt), state=Asked(seconds, _code(language), sampling))
 
@@ -105,7 +108,9 @@ class Qwen3ASRProcessor(Processor):
             raise RequestError("live speech has no log-probabilities", param="logprobs", code="unsupported_parameter")
         sound = self.options.live_seconds * audio_tokens(self.sizes.audio.second, self.sizes.audio.second)
         wanted = task.knobs.max_tokens or self.live_tokens
-        sampling = self._sampling(task, len(head) + len(tail) + sound, wanted, self.options.live_tokens(wanted))
+        where = "prompt" if isinstance(task, TranscriptionTask) else "text"
+        most = self.options.live_tokens(wanted)
+        sampling = self._sampling(task, len(head) + len(tail) + sound, wanted, where, most)
         inputs = {"prompt": np.array(head, np.int64), "rest": np.array(tail, np.int64)}
         request = self._request(task, request_id, inputs, sampling, ("audio",))
         return Prepared(
@@ -176,8 +181,9 @@ class Qwen3ASRProcessor(Processor):
         wanted = task.language if isinstance(task, TranscriptionTask) and task.language else task.knobs.language
         return None if not wanted else among(wanted, LANGUAGES)
 
-    def _sampling(self, task: Task, prompt: int, default: int, answer: int | None = None) -> SamplingParams:
-        """:param default: tokens where the request names none. :param answer: those of a whole live request."""
+    def _sampling(self, task: Task, prompt: int, default: int, param: str, answer: int | None = None) -> SamplingParams:
+        """:param default: tokens where the request names none. :param param: the context's field.
+        :param answer: tokens of a whole live request."""
         context = min(self.options.max_tokens or self.sizes.text.max_positions, self.sizes.text.max_positions)
         asked = task.knobs.max_tokens
         room = context - prompt
@@ -187,7 +193,7 @@ class Qwen3ASRProcessor(Processor):
             )
             raise RequestError(
                 f"{wanted} do not fit: one request holds {context} tokens in all (model_kwargs.max_tokens)",
-                param="max_tokens" if asked is not None and room > 0 else "prompt",
+                param="max_tokens" if asked is not None and room > 0 else param,
                 code="context_length_exceeded",
             )
         return SamplingParams(
