@@ -17,9 +17,9 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import Licence, ModelSpec
-from mstar.spec.processor import ArrayDelta, Delta, Prepared, Processor, ProcessorContext, Renderer, TextDelta
+from mstar.spec.processor import ArrayDelta, Delta, Intake, Prepared, Processor, ProcessorContext, Renderer, TextDelta
 from mstar.spec.request import Done, Emit, EngineRequest, Push
-from mstar.spec.tasks import ChatTask, GenerateTask, Task
+from mstar.spec.tasks import Audio, ChatTask, GenerateTask, Task
 
 
 class FakeKnobs(Knobs):
@@ -33,6 +33,18 @@ class FakeOptions(Knobs):
     model_config = ConfigDict(extra="allow")
 
     bad_tokenizer: str = ""
+
+
+class Adder(Intake):
+    """Sends on the sums of all that came."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        if part is not None:
+            self.sum += float(np.sum(part.samples if isinstance(part, Audio) else part))
+        return Push(id=request_id, stream=stream, data=None if part is None else np.array([self.sum]), end=end)
 
 
 class FakeProcessor(Processor):
@@ -56,7 +68,7 @@ class FakeProcessor(Processor):
             request.client_streams = task.live
             if task.parts:
                 request.inputs["echo"] = np.zeros(4)
-        return Prepared(request, prompt_tokens=7)
+        return Prepared(request, prompt_tokens=7, intake=Adder() if knobs.misbehave == "remember" else None)
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         return FakeRenderer(task)
@@ -129,5 +141,5 @@ def counting(count: int = 3, misbehave: str = "", **fields: Any) -> ChatTask:
     return ChatTask(knobs=FakeKnobs(count=count, misbehave=misbehave), messages=(), **fields)
 
 
-def live(**fields: Any) -> GenerateTask:
-    return GenerateTask(knobs=FakeKnobs(), live=("in",), **fields)
+def live(misbehave: str = "", **fields: Any) -> GenerateTask:
+    return GenerateTask(knobs=FakeKnobs(misbehave=misbehave), live=("in",), **fields)

@@ -18,6 +18,7 @@ from mstar.runtime.answer import Answer
 from mstar.runtime.service import Service
 from mstar.spec.errors import FaultFound, NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.processor import ArrayDelta, TextDelta
+from mstar.spec.tasks import Audio
 
 
 def build(**layer: Any) -> Service:
@@ -265,6 +266,26 @@ async def test_pushes_keep_their_order_and_end_with_the_request() -> None:
         assert [int(delta.data[0]) async for delta in answer if isinstance(delta, ArrayDelta)] == list(range(10))
         with pytest.raises(RequestError, match="has ended"):
             await answer.push("in", np.zeros(3))
+
+
+async def test_an_intake_remembers_what_came_before() -> None:
+    async with running() as service:
+        first, second = [await service.generate(live("remember")) for _ in range(2)]
+        for number in (1, 2, 3):
+            await first.push("in", np.full(2, number), end=number == 3)
+        await second.push("in", np.ones(1), end=True)
+        for answer, sums in ((first, [2.0, 6.0, 12.0]), (second, [1.0])):
+            assert [float(delta.data[0]) async for delta in answer if isinstance(delta, ArrayDelta)] == sums
+
+
+async def test_live_sound_counts_as_input() -> None:
+    async with running() as service:
+        answer = await service.generate(live("remember"))
+        for end in (False, True):
+            await answer.push("in", Audio(np.zeros(8000, np.float32), 16_000), end=end)
+        assert [delta async for delta in answer]
+        assert answer.usage is not None
+        assert answer.usage.input["audio_seconds"] == 1.0
 
 
 async def test_a_worker_that_dies_fails_its_requests_and_readiness() -> None:

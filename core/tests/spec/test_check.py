@@ -12,6 +12,7 @@ from mstar.spec.graph import (
     CLIENT,
     AtEnd,
     Call,
+    Draft,
     EndOf,
     Entry,
     Fixed,
@@ -175,3 +176,18 @@ def test_a_number_goes_into_a_port_of_one_number_a_row() -> None:
         assert fault.endswith("declare it Port('gain', 'float32', (), 'stacked')")
     right = Port("gain", "float32", (), "stacked")
     assert list(faults(dataclasses.replace(lm(inputs=(IDS, right)), walks={"go": call}), RESOURCES)) == []
+
+
+def draft(taken_back: tuple[str, ...], **entry: object) -> list[str]:
+    graph = lm(prefix=False, **entry)
+    body = Seq(PREFILL, Loop(DECODE, TokenStop("token")))
+    return list(faults(dataclasses.replace(graph, walks={"go": Draft(body, taken_back)}), RESOURCES))
+
+
+def test_a_draft_takes_back_what_can_be() -> None:
+    assert draft(("kv",)) == []
+    assert draft(("kw",)) == ["walk 'go': a draft takes back unknown resource 'kw'; known: kv, sampler, state"]
+    assert "which a recurrent_state cannot" in draft(("state",), resources=("kv", "sampler", "state"))[0]
+    assert "none of its calls uses" in draft(("kv",), resources=("sampler",))[0]
+    shared = dataclasses.replace(GOOD, walks={"go": Draft(GOOD.walks["go"], ("kv",))})
+    assert "whose prompts others may share" in next(faults(shared, RESOURCES))

@@ -13,6 +13,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from mstar.spec.errors import RequestError
+from mstar.spec.model import LiveInput
 from mstar.spec.processor import AudioDelta, TextDelta, ToolCallDelta
 from mstar.spec.request import TokenLogprob
 
@@ -246,6 +247,27 @@ async def test_a_model_that_only_writes_down_makes_a_transcription_session(kit, 
         assert (await client.hear())["session"]["type"] == "transcription"
         error = await client.update(type="realtime")
         assert error["error"]["param"] == "session.type"
+
+
+async def test_a_model_that_can_be_fed_with_speech_writes_down_live(kit, talk):
+    more = asyncio.Event()
+    fed = scribe(kit, (TextDelta("well"), more, TextDelta(" said")), live=(LiveInput("audio", "audio"),))
+    async with talk(fed, query="?model=scribe") as client:
+        assert (await client.hear())["session"]["type"] == "transcription"
+        await client.update(**MANUAL)
+        await client.append(SPEECH)
+        (delta,) = await client.until(f"{TRANSCRIPT}.delta")  # before the turn is over
+        await client.say("input_audio_buffer.commit")
+        more.set()
+        events = await client.until(f"{TRANSCRIPT}.completed")
+        assert (events[-1]["transcript"], events[-1]["item_id"]) == ("well said", delta["item_id"])
+        (task,) = fed.tasks
+        assert (task.live, task.audio) == (("audio",), None)
+        pushed = [fed.answers[0]._pushes.get_nowait() for _ in range(fed.answers[0]._pushes.qsize())]
+        assert sum(len(part.samples) for _, part, _ in pushed if part is not None) == len(SPEECH)
+        assert [end for _, _, end in pushed] == [False] * (len(pushed) - 1) + [True]
+        refused = await client.update(type="realtime")  # it hears, and does not answer
+        assert refused["error"]["param"] == "session.type"
 
 
 async def test_another_model_writes_down_for_one_that_does_not_hear(kit, talk):

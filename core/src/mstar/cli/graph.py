@@ -115,6 +115,8 @@ def _add_walk(tree: Tree, walk: dict[str, Any]) -> None:
             tree.add(_call(walk))
         case "loop":
             _add_walk(tree.add(f"repeat until {' or '.join(walk['until'])}"), walk["body"])
+        case "draft":
+            _add_walk(tree.add(f"draft, taken back from {', '.join(walk['resources'])}"), walk["body"])
         case kind:
             branch = tree.add("one after the other" if kind == "seq" else "side by side")
             for part in walk["parts"]:

@@ -11,6 +11,7 @@ from mstar.spec.graph import (
     AtEnd,
     Call,
     Const,
+    Draft,
     EndOf,
     Entry,
     Fixed,
@@ -40,7 +41,7 @@ __all__ = ["graph_facts"]
 def graph_facts(
     key: str, graph: Graph, resources: Mapping[str, ResourceSpec], deployment: Deployment
 ) -> dict[str, Any]:
-    """Everything about *graph*, ready for JSON. Walks are trees of ``kind`` call, seq, par and loop."""
+    """Everything about *graph*, ready for JSON. Walks are trees of ``kind`` call, seq, par, loop and draft."""
     return {
         "key": key,
         "nodes": [
@@ -122,6 +123,8 @@ def _walk(walk: Walk) -> dict[str, Any]:
     if isinstance(walk, Loop):
         told = {} if walk.progress is None else {"progress": walk.progress}
         return {"kind": "loop", "until": [_stop(stop) for stop in walk.stops], **told, "body": _walk(walk.body)}
+    if isinstance(walk, Draft):
+        return {"kind": "draft", "resources": list(walk.resources), "body": _walk(walk.body)}
     return {"kind": "seq" if isinstance(walk, Seq) else "par", "parts": [_walk(part) for part in walk.parts]}
 
 

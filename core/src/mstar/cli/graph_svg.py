@@ -147,6 +147,9 @@ def _walk(walk: dict[str, Any], nodes: dict[str, Any]) -> _Box:
         case "loop":
             until = "repeat until " + " or ".join(walk["until"])
             return _Box("loop", [("small", until)], [_walk(walk["body"], nodes)])
+        case "draft":
+            taken = "draft, taken back from " + ", ".join(walk["resources"])
+            return _Box("loop", [("small", taken)], [_walk(walk["body"], nodes)])
         case "seq":
             return _Box("", (), [_walk(part, nodes) for part in walk["parts"]], arrows=True)
         case _:

@@ -327,7 +327,7 @@ def _not_finite() -> RequestError:
 def _ids(w: Work) -> Sequence[int] | None:
     """The step's token ids, when the host knows them."""
     chunk = w.call.op.entry.chunk
-    if chunk is None:
+    if chunk is None or w.call.op.drafts:  # what is to be taken back is nobody's to share
         return None
     ref = w.call.inputs[chunk]
     if ref.host is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mstar.graph.program import CallOp, ForkOp, LoopOp, Op
+from mstar.graph.program import CallOp, DraftOp, ForkOp, LoopOp, Op
 from mstar.graph.streams import Heard
 from mstar.graph.values import Ref
 from mstar.nn.model import Outcome, Run
@@ -15,7 +17,7 @@ from mstar.nn.model import Outcome, Run
 if TYPE_CHECKING:
     from mstar.graph.run import RequestRun
 
-__all__ = ["CallRun", "Partition", "Route"]
+__all__ = ["CallRun", "Drafted", "Partition", "Route"]
 
 Route = Generator[Run, Outcome, None]
 
@@ -62,11 +64,21 @@ class CallRun:
         return (*op.group, shapes, tuple(p for p in op.optional if self.inputs.get(p) is not None))
 
 
+@dataclass(slots=True)
+class Drafted:
+    """A draft under way. *tokens*: (resource, context) → what its calls have added. *before*: sampler → tokens judged
+    before it."""
+
+    before: dict[str, int]
+    tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
 class Partition:
-    """A route in progress: the current walk's program, its loop counters and joins. *ahead*: a foreseen call."""
+    """A route in progress: the current walk's program, its loop counters, joins, drafts. *ahead*: a foreseen call."""
 
     __slots__ = (
         "ahead",
+        "drafts",
         "finished",
         "heard",
         "joins",
@@ -75,6 +87,7 @@ class Partition:
         "program",
         "reason",
         "route",
+        "said",
         "signals",
         "walk",
         "walks",
@@ -86,7 +99,9 @@ class Partition:
         self.program: list[Op] = []
         self.loops: dict[LoopOp, int] = {}
         self.joins: dict[ForkOp, int] = {}
+        self.drafts: dict[DraftOp, Drafted] = {}
         self.signals: tuple[str, ...] = ()
+        self.said: dict[str, list[int]] = {}  # sampler → tokens of this walk that its route wants to see
         self.reason = "done"
         self.finished = False
         self.ahead: CallRun | None = None

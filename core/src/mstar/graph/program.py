@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mstar.spec.check import loops_of
 from mstar.spec.graph import (
     CLIENT,
     AtEnd,
     Call,
+    Draft,
     Entry,
     Graph,
     Index,
@@ -24,7 +26,19 @@ from mstar.spec.graph import (
     WhenTrue,
 )
 
-__all__ = ["CallOp", "EndOp", "ForkOp", "JoinOp", "LoopEndOp", "LoopOp", "Op", "Plan", "compile_graph"]
+__all__ = [
+    "CallOp",
+    "DraftEndOp",
+    "DraftOp",
+    "EndOp",
+    "ForkOp",
+    "JoinOp",
+    "LoopEndOp",
+    "LoopOp",
+    "Op",
+    "Plan",
+    "compile_graph",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +48,7 @@ class CallOp:
     :param host: output ports whose contents the host needs: loop ends, events to the client.
     :param shaped: stacked inputs of symbolic shape: calls only share a step when these agree.
     :param optional: inputs that may be missing: likewise.
-    :param loops: enclosing loops, innermost last.
+    :param loops: enclosing loops, innermost last. :param drafts: enclosing drafts.
     :param again: for a call that is all of a loop's body and feeds itself (a decode step): which of its inputs are
         which of its outputs of the time before; the other inputs stay as they are.
     :param reads: inputs that are values of the request.
@@ -44,6 +58,7 @@ class CallOp:
     entry: Entry
     group: tuple[str, str]
     loops: tuple[LoopOp, ...]
+    drafts: tuple[DraftOp, ...] = ()
     next: int = -1
     host: frozenset[str] = frozenset()
     shaped: tuple[str, ...] = ()
@@ -75,6 +90,19 @@ class LoopEndOp:
 
 
 @dataclass(slots=True, eq=False)
+class DraftOp:
+    """*resources* are taken back at the draft's end. *samplers*: those whose tokens its loops judge."""
+
+    resources: tuple[str, ...]
+    samplers: tuple[str, ...]
+
+
+@dataclass(slots=True, eq=False)
+class DraftEndOp:
+    draft: DraftOp
+
+
+@dataclass(slots=True, eq=False)
 class ForkOp:
     branches: list[int] = field(default_factory=list)
     next: int = -1
@@ -90,7 +118,7 @@ class EndOp:
     pass
 
 
-Op = CallOp | LoopOp | LoopEndOp | ForkOp | JoinOp | EndOp
+Op = CallOp | LoopOp | LoopEndOp | DraftOp | DraftEndOp | ForkOp | JoinOp | EndOp
 
 
 @dataclass(frozen=True)
@@ -141,7 +169,7 @@ class _Compiler:
     def __init__(self, graph: Graph, walk: Walk, judged: frozenset[str]):
         self.graph, self.judged = graph, judged
         self.program: list[Op] = []
-        self._emit(walk, ())
+        self._emit(walk, (), ())
         self.program.append(EndOp())
         for pc, op in enumerate(self.program):  # straight-line successors
             if isinstance(op, CallOp):
@@ -150,35 +178,40 @@ class _Compiler:
                 if isinstance(after, LoopEndOp) and after.loop.body == pc:
                     op.again = _fed_back(op)
 
-    def _emit(self, walk: Walk, loops: tuple[LoopOp, ...]) -> None:
+    def _emit(self, walk: Walk, loops: tuple[LoopOp, ...], drafts: tuple[DraftOp, ...]) -> None:
         if isinstance(walk, Call):
-            self.program.append(self._call(walk, loops))
+            self.program.append(self._call(walk, loops, drafts))
         elif isinstance(walk, Seq):
             for part in walk.parts:
-                self._emit(part, loops)
+                self._emit(part, loops, drafts)
         elif isinstance(walk, Loop):
-            self._loop(walk, loops)
+            self._loop(walk, loops, drafts)
+        elif isinstance(walk, Draft):
+            op = DraftOp(walk.resources, tuple(sorted(_judged_samplers(walk.body))))
+            self.program.append(op)
+            self._emit(walk.body, loops, (*drafts, op))
+            self.program.append(DraftEndOp(op))
         else:
-            self._par(walk, loops)
+            self._par(walk, loops, drafts)
 
-    def _loop(self, walk: Loop, loops: tuple[LoopOp, ...]) -> None:
+    def _loop(self, walk: Loop, loops: tuple[LoopOp, ...], drafts: tuple[DraftOp, ...]) -> None:
         op, head = LoopOp(walk.stops, progress=walk.progress), len(self.program)
         self.program.append(op)
         op.body = len(self.program)
-        self._emit(walk.body, (*loops, op))
+        self._emit(walk.body, (*loops, op), drafts)
         self.program.append(LoopEndOp(op, head))
         op.exit = len(self.program)
 
-    def _par(self, walk: Par, loops: tuple[LoopOp, ...]) -> None:
+    def _par(self, walk: Par, loops: tuple[LoopOp, ...], drafts: tuple[DraftOp, ...]) -> None:
         fork = ForkOp()
         self.program.append(fork)
         for part in walk.parts:
             fork.branches.append(len(self.program))
-            self._emit(part, loops)
+            self._emit(part, loops, drafts)
             self.program.append(JoinOp(fork))
         fork.next = len(self.program)
 
-    def _call(self, call: Call, loops: tuple[LoopOp, ...]) -> CallOp:
+    def _call(self, call: Call, loops: tuple[LoopOp, ...], drafts: tuple[DraftOp, ...]) -> CallOp:
         entry = self.graph.node(call.node).entry(call.entry)
         host = {port for port, value in call.outputs.items() if value in self.judged}
         host |= {port for port, stream in call.emit.items() if self.graph.stream(stream).target == CLIENT}
@@ -188,6 +221,7 @@ class _Compiler:
             entry,
             (call.node, call.entry),
             loops,
+            drafts,
             host=frozenset(host),
             shaped=tuple(
                 p.name for p in entry.inputs if p.layout == "stacked" and any(isinstance(d, str) for d in p.shape)
@@ -220,4 +254,11 @@ def _judged_values(walk: Walk) -> frozenset[str]:
     if isinstance(walk, Loop):
         own = {s.value for s in walk.stops if isinstance(s, TokenStop | WhenTrue)}
         return frozenset(own) | _judged_values(walk.body)
+    if isinstance(walk, Draft):
+        return _judged_values(walk.body)
     return frozenset().union(*(_judged_values(part) for part in walk.parts))
+
+
+def _judged_samplers(walk: Walk) -> frozenset[str]:
+    """Samplers whose tokens some loop of *walk* judges."""
+    return frozenset(s.sampler for loop in loops_of(walk) for s in loop.stops if isinstance(s, TokenStop))

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.graph.calls import CallRun, Partition, Route
+from mstar.graph.calls import CallRun, Drafted, Partition, Route
 from mstar.graph.foresight import DEFAULTS, Foresight
-from mstar.graph.program import CallOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
+from mstar.graph.program import CallOp, DraftEndOp, DraftOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
 from mstar.graph.streams import Chunk, Heard, InnerStream, OutStream
 from mstar.graph.values import Ref, as_tensor, torch_dtype
 from mstar.nn.model import Outcome
 from mstar.spec.check import params_of
 from mstar.spec.errors import GraphError, RequestError, nearest
-from mstar.spec.graph import CLIENT, AtEnd, Const, EndOf, Index, Left, Param, Pull, Stop, Times, TokenStop
+from mstar.spec.graph import CLIENT, AtEnd, Const, EndOf, Index, Left, Param, Port, Pull, Stop, Times, TokenStop
 from mstar.spec.request import Emit, EngineRequest, Push, TokenLogprob
 
 __all__ = ["RequestRun"]
@@ -61,6 +61,7 @@ class RequestRun:
         graph = plan.graph
         self.ready: list[CallRun] = []
         self.void: list[CallRun] = []
+        self.taken_back: list[tuple[str, str, int]] = []  # (resource, context, tokens) of drafts that have ended
         self._blocked: list[tuple[Partition, CallOp]] = []
         self.values: dict[str, Ref] = {}
         self.inner = {s.name: InnerStream(s) for s in graph.streams if s.target != CLIENT}
@@ -68,6 +69,7 @@ class RequestRun:
         self.partitions = [Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
         self.generated: dict[str, int] = {}  # sampler → tokens judged so far
         self.judged: dict[str, Ref] = {}  # sampler → the last token judged
+        self.drafted = 0  # tokens judged in drafts that have ended: they count for no limit
         self.rows: dict[CallOp, Any] = {}  # the engine's: what it knows of a call's rows
         self.foresight = Foresight(self)
         self._load_inputs()
@@ -77,23 +79,25 @@ class RequestRun:
         inputs = dict(self.request.inputs)
         for port in self.plan.graph.inputs:
             array = inputs.pop(port.name, None)
-            if array is None:
-                if not port.optional:
-                    raise RequestError(f"the request lacks input {port.name!r}", param=port.name, code="missing_input")
-                continue
-            tensor = as_tensor(array, port, self.device, self.dtype)
-            if not _fits(tuple(tensor.shape), port.shape):
-                raise RequestError(
-                    f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name
-                )
-            host = array.tolist() if port.dtype.startswith("int") and tensor.ndim == 1 else None
-            self.values[port.name] = Ref.whole(tensor, host=host)
+            if array is not None:
+                self._set_input(port, array)
+            elif not port.optional:
+                raise RequestError(f"the request lacks input {port.name!r}", param=port.name, code="missing_input")
         for stream in self.plan.graph.streams_from(CLIENT):
             self._open_client_stream(self.inner[stream.name], inputs.pop(stream.name, None))
         if inputs:
             name = next(iter(inputs))
             known = [p.name for p in self.plan.graph.inputs]
             raise RequestError(f"unknown input {name!r}{nearest(name, known)}", param=name, code="unknown_parameter")
+
+    def _set_input(self, port: Port, array: Any) -> None:
+        tensor = as_tensor(array, port, self.device, self.dtype)
+        if not _fits(tuple(tensor.shape), port.shape):
+            raise RequestError(
+                f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name
+            )
+        host = array.tolist() if port.dtype.startswith("int") and tensor.ndim == 1 else None
+        self.values[port.name] = Ref.whole(tensor, host=host)
 
     def _open_client_stream(self, stream: InnerStream, first: Any) -> None:
         if first is not None:
@@ -154,6 +158,8 @@ class RequestRun:
         spec = call.op.call
         for port, value in spec.outputs.items():
             self.values[value] = outputs[port]
+        for draft in call.op.drafts:
+            self._count(call.partition.drafts[draft], draft, call)
         changed = bool(call.op.pulls)  # a pull may have made room for a writer
         for port, name in spec.emit.items():
             changed |= self._write(name, outputs[port], logprobs, call.heard)
@@ -163,6 +169,14 @@ class RequestRun:
             self.void.append(ahead)
         if changed:
             self._poke()
+
+    @staticmethod
+    def _count(drafted: Drafted, draft: DraftOp, call: CallRun) -> None:
+        """Keep how far *call* has advanced what will be taken back."""
+        entry = call.op.entry
+        for name in draft.resources:
+            if name in entry.resources and name not in entry.frozen:
+                drafted.tokens[name, call.op.call.context] += call.length
 
     def _write(self, name: str, ref: Ref, logprobs: list[TokenLogprob] | None, heard: Heard) -> bool:
         out = self.out.get(name)
@@ -176,7 +190,8 @@ class RequestRun:
         if count:
             seq = out.sent(count, time.monotonic())
             told = dict(heard) if self.live else None
-            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs, heard=told))
+            sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
+            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=sampled, heard=told))
         return False
 
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
@@ -198,8 +213,17 @@ class RequestRun:
         if run.walk not in partition.walks:
             raise GraphError(partition.name, [f"its route chose walk {run.walk!r}{nearest(run.walk, partition.walks)}"])
         partition.walk, partition.program, partition.signals = run.walk, self.plan.programs[run.walk], run.signals
-        partition.loops, partition.joins, partition.reason = {}, {}, "done"
+        partition.loops, partition.joins, partition.drafts, partition.reason = {}, {}, {}, "done"
+        partition.said = {sampler: [] for sampler in run.tokens}
+        for name, value in run.values.items():
+            self._set_input(self._input_named(partition, name), value)
         self._advance(partition, 0)
+
+    def _input_named(self, partition: Partition, name: str) -> Port:
+        ports = {port.name: port for port in self.plan.graph.inputs}
+        if name not in ports:
+            raise GraphError(partition.name, [f"its route sets {name!r}, which is no input{nearest(name, ports)}"])
+        return ports[name]
 
     def _end_partition(self, partition: Partition) -> None:
         partition.finished = True
@@ -221,7 +245,7 @@ class RequestRun:
                     return
                 pc = exit_pc
             elif isinstance(op, LoopOp):
-                reason = self._stopped(op, partition.loops.setdefault(op, 0))
+                reason = self._stopped(partition, op, partition.loops.setdefault(op, 0))
                 if reason is None:
                     pc = op.body
                 else:
@@ -233,6 +257,12 @@ class RequestRun:
                 if op.loop.progress is not None:
                     self._tell(op.loop, op.loop.progress, partition.loops[op.loop])
                 pc = op.head
+            elif isinstance(op, DraftOp):
+                partition.drafts[op] = Drafted({sampler: self.generated.get(sampler, 0) for sampler in op.samplers})
+                pc += 1
+            elif isinstance(op, DraftEndOp):
+                self._take_back(partition.drafts.pop(op.draft))
+                pc += 1
             elif isinstance(op, ForkOp):
                 partition.joins[op] = len(op.branches)
                 for branch in op.branches:
@@ -249,19 +279,25 @@ class RequestRun:
 
     def _end_walk(self, partition: Partition, op: EndOp) -> None:
         signals = {name: self.values[name].to_host() for name in partition.signals}
-        self._next_walk(partition, Outcome(partition.walk, partition.reason, signals))
+        self._next_walk(partition, Outcome(partition.walk, partition.reason, signals, partition.said))
+
+    def _take_back(self, drafted: Drafted) -> None:
+        self.taken_back += [(name, context, count) for (name, context), count in drafted.tokens.items() if count]
+        for sampler, count in drafted.before.items():
+            self.drafted += self.generated.get(sampler, 0) - count
+            self.generated[sampler] = count
 
     # --- loops --------------------------------------------------------------------------------------------------------
-    def _stopped(self, op: LoopOp, iteration: int) -> str | None:
+    def _stopped(self, partition: Partition, op: LoopOp, iteration: int) -> str | None:
         for stop in op.stops:
-            reason = self._judge(stop, iteration)
+            reason = self._judge(partition, stop, iteration)
             if reason is not None:
                 return reason
         return None
 
-    def _judge(self, stop: Stop, iteration: int) -> str | None:
+    def _judge(self, partition: Partition, stop: Stop, iteration: int) -> str | None:
         if isinstance(stop, TokenStop):
-            return self._judge_token(stop)
+            return self._judge_token(partition, stop)
         if isinstance(stop, Times):
             return "done" if iteration >= self.times(stop) else None
         if isinstance(stop, EndOf):
@@ -272,13 +308,15 @@ class RequestRun:
         count: int = self._param(stop.count) if isinstance(stop.count, Param) else stop.count
         return count
 
-    def _judge_token(self, stop: TokenStop) -> str | None:
+    def _judge_token(self, partition: Partition, stop: TokenStop) -> str | None:
         params = self.request.sampling.get(stop.sampler) or DEFAULTS
         ref = self.values[stop.value]
         count = self.generated.get(stop.sampler, 0)
         if self.judged.get(stop.sampler) is not ref:  # the same token may be judged by a nested loop
             count += 1
             self.generated[stop.sampler], self.judged[stop.sampler] = count, ref
+            if stop.sampler in partition.said:
+                partition.said[stop.sampler].append(ref.to_host())
         if count >= params.min_tokens and not params.ignore_eos and ref.to_host() in params.stop_token_ids:
             return "stop"
         return "length" if count >= params.max_tokens else None

@@ -41,20 +41,29 @@ class BuildContext:
 
 @dataclass(frozen=True)
 class Run:
-    """A route's answer to "what next": a walk, and the values whose contents the route wants to see afterwards."""
+    """A route's answer to "what next": a walk, and what the route wants to see afterwards.
+
+    :param signals: values whose contents it wants. :param tokens: samplers of whose tokens it wants those that the
+        walk's loops judge (:class:`mstar.spec.graph.TokenStop`).
+    :param values: inputs of the graph that are set before the walk begins, as arrays: what the route has made of what
+        it saw.
+    """
 
     walk: str
     signals: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a walk came to. *reason*: why its outermost loop ended (``done`` without one). *signals*: as
-    lists/scalars."""
+    lists/scalars. *tokens*: sampler → ids, the one that ended a loop included."""
 
     walk: str
     reason: str
     signals: Mapping[str, Any]
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from mstar.processing.bpe_files import read_bpe
 from mstar.processing.token_bytes import token_speller
 from mstar.processing.user_text import UserText
 from mstar.spec.errors import RequestError, SetupError
@@ -46,30 +47,38 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 class TextTokenizer:
     """Text to ids and back. Thread-safe.
 
-    :param folder: holds ``tokenizer.json`` and, where the model has them, ``tokenizer_config.json``,
-        ``special_tokens_map.json``, ``chat_template.jinja``, ``generation_config.json`` and ``config.json``.
+    :param folder: holds ``tokenizer.json`` (or, of Qwen's models, the older ``vocab.json`` and ``merges.txt``) and,
+        where the model has them, ``tokenizer_config.json``, ``special_tokens_map.json``, ``chat_template.jinja``,
+        ``generation_config.json`` and ``config.json``.
     """
 
     def __init__(self, folder: Path):
-        path = folder / "tokenizer.json"
+        self.folder = folder
+        self.config = read_json(folder, "tokenizer_config.json")
+        self._tokenizer = self._read()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._user_text = UserText(self._tokenizer)
+        self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
+        sources = _template_sources(folder, self.config)
+        # compiled now: a broken template stops the start, not every request
+        self.chat_template = ChatTemplate(sources, self.special_tokens) if sources else None
+
+    def _read(self) -> Tokenizer:
+        path = self.folder / "tokenizer.json"
         if not path.is_file():
+            older = read_bpe(self.folder, self.config)
+            if older is not None:
+                return older
             raise SetupError(
                 f"{path} is missing. A model in an older layout can be converted once with transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             )
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            found: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a file that it cannot read
             raise SetupError(f"{path}: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._user_text = UserText(self._tokenizer)
-        self.folder = folder
-        self.config = read_json(folder, "tokenizer_config.json")
-        self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
-        sources = _template_sources(folder, self.config)
-        # compiled now: a broken template stops the start, not every request
-        self.chat_template = ChatTemplate(sources, self.special_tokens) if sources else None
+        return found
 
     @property
     def vocab_size(self) -> int:
@@ -87,6 +96,15 @@ class TextTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
         except TypeError:
             raise _lone_surrogate() from None
+
+    def encode_around(self, before: str, written: str, after: str) -> list[int]:
+        """Ids of three texts in one, of which a client wrote the second: special tokens in it are text."""
+        try:
+            marked, marks = self._user_text.mark(written)
+        except TypeError:
+            raise _lone_surrogate() from None
+        text = before + marked + after
+        return self._user_text.encode(text, marks) if marks else self.encode(text, special=False)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))

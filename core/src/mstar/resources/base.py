@@ -159,7 +159,10 @@ class Resource(abc.ABC):
 
     def retract(self, row: Row) -> None:
         """Undo the last commit of *row*, which a step that should not have been launched has made. Only the owner's
-        last step can be retracted."""
+        last step can be retracted.
+
+        Where the spec says ``rewinds``, a row of any length takes back the last so many tokens, of however many steps,
+        which were committed without ids."""
         raise NotImplementedError(f"{type(self).__name__} cannot retract")
 
     def learn(self, owner: Owner, ids: Sequence[int]) -> None:

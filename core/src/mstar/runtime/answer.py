@@ -18,7 +18,7 @@ from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Prepared, Renderer, TextDelta
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push, Usage
-from mstar.spec.tasks import Task
+from mstar.spec.tasks import Audio, Task
 
 __all__ = ["Acks", "Answer", "request_error"]
 
@@ -176,6 +176,9 @@ class Answer:
             self._executor.push(push)
             first = self._sent.get(stream, 0)
             self._sent[stream] = first + (0 if push.data is None else len(push.data))
+            if isinstance(part, Audio):
+                seconds = self._brought.get("audio_seconds", 0.0) + len(part.samples) / part.rate
+                self._brought["audio_seconds"] = seconds
             return range(first, self._sent[stream])
 
     def cancel(self, reason: str = "cancelled") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import os
 import time
 import uuid
@@ -33,6 +34,7 @@ __all__ = ["Service", "open_service"]
 
 T = TypeVar("T")
 
+_Take = Callable[[str, Any, str, bool], Push]
 _ENDS = (Done, Failed)
 _LATE_S = 1.0
 """How long the worker, which ends a request at its deadline, may be late before the request is ended without it."""
@@ -181,7 +183,14 @@ class Service:
                 watched.watch.prepared(prepared.request)
                 self._watched[request_id] = watched
             answer = Answer(
-                self.spec, task, prepared, renderer, self._executor, self._acks, self._prepare_push, watched
+                self.spec,
+                task,
+                prepared,
+                renderer,
+                self._executor,
+                self._acks,
+                functools.partial(self._prepare_push, (prepared.intake or self.processor).push),
+                watched,
             )
             self._answers[request_id] = answer
             self._executor.submit(prepared.request)
@@ -216,13 +225,13 @@ class Service:
             request.tenant, request.cache_salt = task.tenant, request.cache_salt or task.tenant
             return prepared, self.processor.renderer(task, prepared)
 
-    async def _prepare_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
-        return await self._in_thread(self._make_push, stream, part, request_id, end)
+    async def _prepare_push(self, push: _Take, stream: str, part: Any, request_id: str, end: bool) -> Push:
+        return await self._in_thread(self._make_push, push, stream, part, request_id, end)
 
-    def _make_push(self, stream: str, part: Any, request_id: str, end: bool) -> Push:
+    def _make_push(self, push: _Take, stream: str, part: Any, request_id: str, end: bool) -> Push:
         """In a thread."""
         with family_code(f"{self.spec.key!r} could not take what a client sent", self.spec.processor):
-            return self.processor.push(stream, part, request_id, end)
+            return push(stream, part, request_id, end)
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         if self._stopped:

@@ -10,6 +10,7 @@ from mstar.spec.graph import (
     AtEnd,
     Call,
     Const,
+    Draft,
     EndOf,
     Entry,
     Fixed,
@@ -31,7 +32,7 @@ from mstar.spec.graph import (
 )
 from mstar.spec.resources import ResourceSpec
 
-__all__ = ["calls_of", "check_graph", "faults", "params_of"]
+__all__ = ["calls_of", "check_graph", "faults", "loops_of", "params_of"]
 
 _FLOATS = frozenset({"model", "float64", "float32", "float16", "bfloat16"})
 _DTYPES = _FLOATS | {"int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"}
@@ -71,7 +72,7 @@ def calls_of(walk: Walk) -> Iterator[Call]:
     """All calls of *walk*, in the order written."""
     if isinstance(walk, Call):
         yield walk
-    elif isinstance(walk, Loop):
+    elif isinstance(walk, Loop | Draft):
         yield from calls_of(walk.body)
     else:
         for part in walk.parts:
@@ -85,19 +86,22 @@ def params_of(graph: Graph) -> Iterator[tuple[str, Param]]:
             for port, source in call.inputs.items():
                 if isinstance(source, Param):
                     yield f"walk {name!r}: call of {call.node!r}: port {port!r}", source
-        for loop in _loops_of(walk):
+        for loop in loops_of(walk):
             for stop in loop.stops:
                 if isinstance(stop, Times) and isinstance(stop.count, Param):
                     yield f"walk {name!r}: a loop's Times", stop.count
 
 
-def _loops_of(walk: Walk) -> Iterator[Loop]:
+def loops_of(walk: Walk) -> Iterator[Loop]:
+    """All loops of *walk*, outer ones first."""
     if isinstance(walk, Loop):
         yield walk
-        yield from _loops_of(walk.body)
+        yield from loops_of(walk.body)
+    elif isinstance(walk, Draft):
+        yield from loops_of(walk.body)
     elif isinstance(walk, Seq | Par):
         for part in walk.parts:
-            yield from _loops_of(part)
+            yield from loops_of(part)
 
 
 def _unique(what: str, names: Iterable[str]) -> Iterator[str]:
@@ -201,7 +205,7 @@ def _stream_uses(graph: Graph) -> tuple[dict[str, set[str]], dict[str, set[str]]
                 for source in call.inputs.values():
                     if isinstance(source, Pull):
                         pulled.setdefault(source.stream, set()).add(partition.name)
-            for loop in _loops_of(graph.walks[walk]) if walk in graph.walks else ():
+            for loop in loops_of(graph.walks[walk]) if walk in graph.walks else ():
                 if loop.progress is not None:
                     emitted.setdefault(loop.progress, set()).add(partition.name)
     return emitted, pulled
@@ -211,7 +215,7 @@ def _reference_faults(graph: Graph) -> Iterator[str]:
     nodes = {n.name: {e.name: e for e in n.entries} for n in graph.nodes}
     streams = {s.name for s in graph.streams}
     for name, walk in graph.walks.items():
-        for loop in _loops_of(walk):
+        for loop in loops_of(walk):
             if loop.progress is not None:
                 yield from _progress_faults(f"walk {name!r}: a loop", graph, loop.progress)
         for call in calls_of(walk):
@@ -286,6 +290,9 @@ class _Flow:
                 yield from self._visit(part, have, loops, in_par)
         elif isinstance(walk, Par):
             yield from self._par(walk, have, loops)
+        elif isinstance(walk, Draft):
+            yield from self._draft(walk)
+            yield from self._visit(walk.body, have, loops, in_par)
         else:
             yield from self._loop(walk, have, loops)
 
@@ -312,6 +319,21 @@ class _Flow:
                         "give them contexts of their own"
                     )
         have |= made
+
+    def _draft(self, draft: Draft) -> Iterator[str]:
+        where = f"walk {self.name!r}: a draft"
+        entries = [self.graph.node(call.node).entry(call.entry) for call in calls_of(draft.body)]
+        for name in draft.resources:
+            spec = self.resources.get(name)
+            if spec is None:
+                yield f"{where} takes back unknown resource {name!r}{nearest(name, self.resources)}"
+            elif not spec.rewinds:
+                yield f"{where} takes back resource {name!r}, which a {spec.kind} cannot"
+            elif not any(name in entry.resources for entry in entries):
+                yield f"{where} takes back resource {name!r}, which none of its calls uses"
+            for entry in entries:
+                if name in entry.resources and entry.prefix:
+                    yield f"{where} calls entry {entry.name!r}, whose prompts others may share: it cannot take it back"
 
     def _loop(self, loop: Loop, have: set[str], loops: list[Loop]) -> Iterator[str]:
         where = f"walk {self.name!r}: a loop"

@@ -8,8 +8,8 @@ Vocabulary
 *node*
     One unit of compute (an ``nn.Module``) with one or more *entries*, the ways to call it.
 *walk*
-    A tree of :class:`Call`, :class:`Seq`, :class:`Par` and :class:`Loop`. Calls read and write *values*: names in the
-    request's own namespace, which lives as long as the request and is shared by its partitions.
+    A tree of :class:`Call`, :class:`Seq`, :class:`Par`, :class:`Loop` and :class:`Draft`. Calls read and write
+    *values*: names in the request's own namespace, which lives as long as the request and is shared by its partitions.
 *route*
     A generator, one per partition, that decides which walk comes next. It runs between walks, never per token.
 *stream*
@@ -27,6 +27,7 @@ __all__ = [
     "AtEnd",
     "Call",
     "Const",
+    "Draft",
     "EndOf",
     "Entry",
     "Fixed",
@@ -274,7 +275,23 @@ class Loop:
         return self.until if isinstance(self.until, tuple) else (self.until,)
 
 
-Walk = Call | Seq | Par | Loop
+@dataclass(frozen=True)
+class Draft:
+    """Run *body*; what its calls add to *resources* is forgotten when it ends, and the contexts stand where they stood.
+
+    For answers to input that is not complete yet (a transcript of the speech so far): what came before them is computed
+    once, and each draft begins after it. What the body emits and the values that it makes stay. The tokens of its
+    loops do not count towards the sampler's ``max_tokens`` afterwards: each draft has as many as the one before.
+
+    :param resources: those that can be taken back any number of tokens (``PagedKV``, ``Positions``). Others keep what
+        they have seen.
+    """
+
+    body: Walk
+    resources: tuple[str, ...]
+
+
+Walk = Call | Seq | Par | Loop | Draft
 
 
 # --- streams and partitions --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ __all__ = [
     "AudioDelta",
     "Delta",
     "FramesDelta",
+    "Intake",
     "Prepared",
     "Processor",
     "ProcessorContext",
@@ -48,16 +49,27 @@ class ProcessorContext:
     options: Any = field(default_factory=Knobs)
 
 
+class Intake(abc.ABC):
+    """Takes what a client sends during one request, in order, where that needs to remember what came before: a
+    resampler's state, say. Called from a thread pool, one call at a time."""
+
+    @abc.abstractmethod
+    def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
+        """As :meth:`Processor.push`, in its place."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """An engine request plus what the API side keeps to itself.
 
     :param prompt_tokens: for usage. :param state: anything that the renderer needs.
+    :param intake: of what the client sends during the request; ``None``: :meth:`Processor.push` takes it.
     """
 
     request: EngineRequest
     prompt_tokens: int = 0
     state: Any = None
+    intake: Intake | None = None
 
 
 @dataclass(frozen=True)
@@ -291,7 +303,8 @@ class Processor(abc.ABC):
         return (task,)
 
     def push(self, stream: str, part: Any, request_id: str, end: bool = False) -> Push:
-        """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items.
+        """Turn what a client sends during a request (a :data:`~mstar.spec.tasks.Part` or an array) into stream items,
+        whatever came before; an :class:`Intake` remembers.
 
         The default passes arrays on as they are, and refuses anything else.
         """

@@ -24,9 +24,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ResourceSpec:
-    """Base of all resource declarations."""
+    """Base of all resource declarations.
+
+    :cvar rewinds: whether contexts can be taken back any number of tokens (:class:`mstar.spec.graph.Draft`).
+    """
 
     kind: ClassVar[str] = ""
+    rewinds: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class PagedKV(ResourceSpec):
     """
 
     kind: ClassVar[str] = "paged_kv"
+    rewinds: ClassVar[bool] = True
     layers: int = 1
     kv_heads: int = 1
     head_dim: int = 64
@@ -139,5 +144,6 @@ class Positions(ResourceSpec):
     """
 
     kind: ClassVar[str] = "positions"
+    rewinds: ClassVar[bool] = True
     axes: int = 1
     prompt: str | None = None

@@ -88,10 +88,11 @@ class Driver:
         """Submit what the processor made of *example*."""
         request = prepared.request.id
         self.worker.submit(prepared.request)
+        push = (prepared.intake or self.processor).push
         for stream, part in example.appends:
-            self.worker.push(self.processor.push(stream, part, request))
+            self.worker.push(push(stream, part, request))
         for stream in self.live(example):
-            self.worker.push(self.processor.push(stream, None, request, end=True))
+            self.worker.push(push(stream, None, request, end=True))
 
     def cancel(self, request: str) -> None:
         self.worker.cancel(Cancel(id=request))

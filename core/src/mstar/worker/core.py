@@ -24,7 +24,7 @@ from mstar.engine.step import RowResult, Work
 from mstar.graph.calls import CallRun
 from mstar.graph.run import RequestRun
 from mstar.registry import Registry
-from mstar.resources.base import Owner
+from mstar.resources.base import Owner, Row
 from mstar.scheduler.base import Item, Ticket
 from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
@@ -300,6 +300,11 @@ class Worker:
             void, run.void = run.void, []
             for call in void:
                 self.ahead.drop(call)
+        if run.taken_back:
+            taken_back, run.taken_back = run.taken_back, []
+            for name, context, tokens in taken_back:
+                owner = self.admission.owner(name, context, live.request.id, live.holding.session)
+                self.resources[name].retract(Row(owner, tokens))
         if run.ready:
             now = time.monotonic()
             ready, run.ready = run.ready, []

@@ -51,7 +51,7 @@ class Live:
                 continue  # says something about the output and is none
             output[modality] = output.get(modality, 0) + stream.items
         # What language models made, also for a codec; a transducer's tokens are in its stream only.
-        if generated := sum(self.run.generated.values()):
+        if generated := self.run.drafted + sum(self.run.generated.values()):
             output["tokens"] = max(generated, output.get("tokens", 0))
         return Usage(output=output, cached=self.cached, queued_s=started - self.arrival, run_s=now - started)
 

@@ -11,16 +11,20 @@ from mstar_server.protocols import Service
 from mstar_server.realtime.settings import LOGPROBS, SessionSettings
 from mstar_server.state import ServerState
 
-__all__ = ["SessionModel"]
+__all__ = ["STREAM", "SessionModel"]
+
+STREAM = "audio"
+"""The live stream that a client's audio goes to."""
 
 
 class SessionModel:
     """Knows which of the server's models answers, and which writes down.
 
-    A model with the ability ``realtime`` hears live: its processor prepares a :class:`~mstar.spec.tasks.ChatTask` (or a
-    :class:`~mstar.spec.tasks.TranscriptionTask` without audio) with ``live=("audio",)``, and takes what the client says
-    as :class:`~mstar.spec.tasks.Audio` parts on that stream, at the rate that its spec's live input of sound names.
-    Other models get whole turns: chat models as messages,
+    A model with the ability ``realtime`` hears live and answers: its processor prepares a
+    :class:`~mstar.spec.tasks.ChatTask` with ``live=("audio",)``, and takes what the client says as
+    :class:`~mstar.spec.tasks.Audio` parts on that stream, at the rate that its spec's live input of sound names. One
+    with the ability ``transcription`` that can be fed with such a stream writes down live: a
+    :class:`~mstar.spec.tasks.TranscriptionTask` without audio. Other models get whole turns: chat models as messages,
     transcription models as clips.
 
     :param wanted: the model that the socket's address names. Raises :class:`RequestError` if it cannot serve *kind*.
@@ -48,8 +52,10 @@ class SessionModel:
 
     def listener(self, settings: SessionSettings) -> Service | None:
         """The model that hears while the client speaks, if one does: the session's, or the one that writes down."""
-        found = self.writer(settings) if settings.kind == "transcription" else self.service
-        return found if found is not None and "realtime" in found.spec.abilities else None
+        if settings.kind == "transcription":
+            writer = self.writer(settings)
+            return writer if writer is not None and _writes_live(writer) else None
+        return self.service if self._can("realtime") else None
 
     @property
     def hears(self) -> bool:
@@ -126,3 +132,8 @@ class SessionModel:
                 where = "session.audio.input.transcription.model"
                 raise RequestError(f"{where!r} is required", param=where, code="missing_required_parameter")
         return new
+
+
+def _writes_live(service: Service) -> bool:
+    spec = service.spec
+    return "realtime" in spec.abilities or any(fed.name == STREAM and fed.modality == "audio" for fed in spec.live)

@@ -23,7 +23,7 @@ from mstar_server.realtime.audio_buffer import LiveAudio
 from mstar_server.realtime.conversation import Content, Conversation, Item, read_item
 from mstar_server.realtime.events import new_id
 from mstar_server.realtime.hearing import listen, write_down
-from mstar_server.realtime.model import SessionModel
+from mstar_server.realtime.model import STREAM, SessionModel
 from mstar_server.realtime.replies import Reply, Say
 from mstar_server.realtime.settings import SessionSettings, Transcribing, updated
 from mstar_server.state import ServerState
@@ -32,9 +32,6 @@ __all__ = ["Running"]
 
 MOST_TRANSCRIPTIONS = 8
 """Turns that are being written down; with more the session's reader waits."""
-
-STREAM = "audio"
-"""The live stream that a client's audio goes to."""
 
 
 Ask = Callable[[], Awaitable[list[Answer]]]

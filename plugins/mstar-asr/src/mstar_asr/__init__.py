@@ -1,0 +1,3 @@
+"""Speech to text."""
+
+__version__ = "0.1.0"
