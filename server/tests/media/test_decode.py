@@ -22,7 +22,6 @@ from PIL import Image as Pillow
 
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import Audio, File, Image, Video
-from mstar_server.media.audio import resample
 from mstar_server.media.decoder import decode_file
 from mstar_server.media.encode.audio import Sink, wav_header
 from mstar_server.media.limits import DEFAULT_SAMPLING, MediaFault, Sampling
@@ -197,13 +196,6 @@ def test_a_header_that_lies_about_its_length_does_not_help():
 def test_samples_that_are_no_numbers_are_refused():
     with pytest.raises(MediaFault, match="no numbers"):
         samples(sound_file(np.asarray([0.0, np.nan, 1.0]), 8000, subtype="FLOAT"))
-
-
-def test_resampling_keeps_length_and_pitch():
-    got = resample(tone(1, 16_000), 16_000, 24_000)
-    assert (got.dtype, len(got)) == (np.float32, 24_000)
-    np.testing.assert_allclose(got[2400:-2400], tone(1, 24_000)[2400:-2400], atol=2e-3)
-    assert resample(got, 24_000, 24_000) is got
 
 
 # --- video

@@ -1,4 +1,4 @@
-"""Sound → mono samples, in a decoder's process; and from one rate to another, anywhere."""
+"""Sound → mono samples, in a decoder's process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mstar_server.media.kinds import HEAD_BYTES, Container, require
 from mstar_server.media.limits import MediaFault, MediaLimits, damaged
 from mstar_server.media.output import ArrayRef, Decoded, Output
 
-__all__ = ["CODECS", "decode_audio", "decode_container_audio", "resample"]
+__all__ = ["CODECS", "decode_audio", "decode_container_audio"]
 
 CODECS = (
     "aac,aac_latm,ac3,eac3,alac,flac,mp1,mp1float,mp2,mp2float,mp3,mp3float,opus,libopus,vorbis,libvorbis,speex,libspeex,"
@@ -25,16 +25,6 @@ _BLOCK = 1 << 17
 """Samples of all channels that are decoded at a time."""
 
 _SOUNDFILE = ("WAV", "FLAC", "Ogg", "MP3", "AIFF")
-
-
-def resample(samples: Any, rate: int, to: int) -> np.ndarray[Any, Any]:
-    """float32 ``[samples]`` (or ``[samples, channels]``) at *rate* Hz → the same sound at *to* Hz, through soxr."""
-    given: np.ndarray[Any, Any] = np.asarray(samples, np.float32)
-    if rate == to or not len(given):
-        return given
-    import soxr
-
-    return np.asarray(soxr.resample(given, rate, to), np.float32)
 
 
 def decode_audio(file: BinaryIO, limits: MediaLimits, output: Output) -> Decoded:
