@@ -87,13 +87,14 @@ def test_as_the_published_network_says(detector: VoiceDetector, monkeypatch: pyt
     ],
 )
 def test_nobody_speaks(detector: VoiceDetector, sound: np.ndarray) -> None:
-    assert not detector.speaks(sound.astype(np.float32))
+    assert detector.speech_s(sound.astype(np.float32)) == 0
 
 
 def test_a_voice_is_found(detector: VoiceDetector) -> None:
     sound = np.zeros(4 * RATE, np.float32)
     sound[2 * RATE : 2 * RATE + RATE // 2] = vowel(0.5)
-    assert detector.speaks(sound)
+    assert 0.3 < detector.speech_s(sound) < 0.8
+    assert detector.speech_s(sound, lead=3 * RATE) == 0
     assert detector(sound)[: 2 * RATE // FRAME].max() < 0.1
 
 

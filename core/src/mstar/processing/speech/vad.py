@@ -30,9 +30,7 @@ _AT_ONCE = 1024
 
 _FILE = "silero_vad_16k.safetensors"
 _SPEECH = 0.4
-_SHORTEST = 2
-"""Frames of speech in all, 64 ms, that make a sound worth hearing. A word has more; tones, hum, clicks and noise of any
-colour have none."""
+"""Tones, hum, clicks and noise of any colour stay below. Speech does for moments, but no word does from end to end."""
 
 
 class VoiceDetector:
@@ -68,9 +66,10 @@ class VoiceDetector:
                 states[number] = hidden
         return _sigmoid(np.maximum(states, 0) @ self._judge + np.float32(self._level))
 
-    def speaks(self, samples: np.ndarray) -> bool:
-        """Whether anybody speaks in *samples* (as for a call), be it one word."""
-        return int((self(samples) > _SPEECH).sum()) >= _SHORTEST
+    def speech_s(self, samples: np.ndarray, lead: int = 0) -> float:
+        """Seconds of speech in *samples* (as for a call). *lead*: samples at their beginning that are heard for context
+        and do not count."""
+        return float((self(samples)[lead // FRAME :] > _SPEECH).sum()) * FRAME / RATE
 
     def _encode(self, frames: np.ndarray) -> np.ndarray:
         """*frames* ``[n, 576]`` → ``[n, 128]``."""
