@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from mstar_asr.whisper.request import HOP, RATE
+from mstar_asr.whisper.request import FRAMES, HOP, RATE
 
 __all__ = [
-    "FRAMES_PER_S", "STRIDE", "Answer", "Cut", "History", "Piece", "Thresholds", "compression_ratio", "cut",
+    "FRAMES_PER_S", "STAMPS", "STRIDE", "Answer", "Cut", "History", "Piece", "Thresholds", "compression_ratio", "cut",
     "frames_of", "is_silence", "needs_fallback", "temperatures",
 ]  # fmt: skip
 
 FRAMES_PER_S = RATE // HOP
 STRIDE = 2
 """Frames from one timestamp token to the next: 0.02 s."""
+STAMPS = FRAMES // STRIDE + 1
+"""Timestamp tokens: 0.00 to 30.00."""
 
 _FORGETFUL = 0.5
 """An answer sampled at a higher temperature than this is no context for the next one."""
@@ -107,11 +109,11 @@ class Cut:
     whole: bool
 
 
-def cut(tokens: Sequence[int], begin: int, frames: int) -> Cut:
+def cut(tokens: Sequence[int], begin: int, frames: int, *, rest: bool = False) -> Cut:
     """The segments of an answer.
 
     :param tokens: ids without the end of text. :param begin: id of the timestamp 0.00. :param frames: of the window
-        that belong to the clip, 1…3000.
+        that belong to the clip, 1…3000. :param rest: what is unfinished is a segment too, up to the window's end.
 
     Two timestamps in a row end one segment and begin the next. What follows the last such pair is unfinished, and the
     next window begins there; but after a single timestamp at the end there is nothing more to hear. An answer without
@@ -131,25 +133,21 @@ def cut(tokens: Sequence[int], begin: int, frames: int) -> Cut:
         part = tuple(tokens[first:end])
         pieces.append(Piece((part[0] - begin) * STRIDE, (part[-1] - begin) * STRIDE, part))
         first = end
+    if rest and first < len(tokens):
+        pieces.append(Piece((tokens[first] - begin) * STRIDE, frames, tuple(tokens[first:])))
     return Cut(tuple(pieces), frames if whole else (tokens[first - 1] - begin) * STRIDE, whole)
 
 
 @dataclass(frozen=True)
 class History:
-    """Tokens said so far, which the next window's prompt is made of.
+    """What the next window's prompt is made of: tokens of the client's prompt at first, then those of the segments.
+    The prompt takes as many of the last ones as the decoder has room for."""
 
-    :param tokens: those that the next prompt may hold: of the client's prompt at first, then of the segments.
-    """
-
-    tokens: tuple[int, ...] = field(default=())
-
-    def prompt(self, longest: int) -> tuple[int, ...]:
-        """The last *longest* of them (half of the decoder's positions less one, in the reference)."""
-        return self.tokens[-longest:] if longest > 0 else ()
+    tokens: tuple[int, ...] = ()
 
     def after(self, said: Sequence[int], temperature: float, condition: bool) -> History:
         """This history once *said* was accepted. Not *condition*, or a high *temperature*: the next window begins
         without context, the client's prompt included."""
         if not condition or temperature > _FORGETFUL:
             return History()
-        return replace(self, tokens=(*self.tokens, *said))
+        return History((*self.tokens, *said))
