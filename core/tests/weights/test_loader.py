@@ -101,6 +101,25 @@ def assert_filled(module: Small, tensors: dict[str, Tensor], dtype: torch.dtype)
     assert not module.training
 
 
+def test_a_part_without_a_bias_has_zeros(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return nn.ModuleDict({"qkv_proj": QKVLinear(4, 2, 1, 3, bias=("q_proj", "v_proj"))})
+
+    tensors = {name: tensor for name, tensor in published().items() if re.fullmatch("[qkv]_proj.*", name)}
+    module = build()
+    with pytest.raises(WeightsError, match=r"k_proj\.bias .*not used|not used:\s+k_proj\.bias"):
+        load(module, WeightMap.from_module(module), write(tmp_path, tensors), CPU, torch.float32)
+    del tensors["k_proj.bias"]
+    load(module, WeightMap.from_module(module), write(tmp_path, tensors), CPU, torch.float32)
+    bias = torch.cat([tensors["q_proj.bias"], torch.zeros(3), tensors["v_proj.bias"]])
+    assert torch.equal(module["qkv_proj"].bias, bias)  # type: ignore[index]
+    del tensors["v_proj.bias"]
+    module = build()
+    with pytest.raises(WeightsError, match=r"no tensor 'v_proj\.bias'"):
+        load(module, WeightMap.from_module(module), write(tmp_path, tensors), CPU, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("writer", [write, write_shards])
 @pytest.mark.parametrize("block", [1, 64, 1 << 20])

@@ -7,7 +7,7 @@ to its rows, so that the loader reads it straight into place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -76,11 +76,15 @@ class MergedLinear(ColumnLinear):
     """Several column-parallel layers with one input, computed as one.
 
     :param parts: published module name → its output features, in the order of the output.
+    :param bias: whether the parts have biases, or the names of those that do: the others' rows of the bias are 0.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
-        super().__init__(in_features, sum(parts.values()), bias)
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool | Collection[str] = False):
+        super().__init__(in_features, sum(parts.values()), bool(bias))
         self.parts = dict(parts)
+        self.biased = frozenset(parts) if bias is True else frozenset(bias or ())
+        if unknown := self.biased - self.parts.keys():
+            raise ValueError(f"a bias for {sorted(unknown)}, which are none of the parts {list(self.parts)}")
 
 
 class QKVLinear(MergedLinear):
@@ -92,7 +96,7 @@ class QKVLinear(MergedLinear):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        bias: bool = False,
+        bias: bool | Collection[str] = False,
         names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
     ):
         sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)

@@ -37,9 +37,10 @@ class CrossView:
         self._written: set[int] = set()
         self._plans.clear()
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the memory of each row: *k*, *v* packed ``[N, kv_heads, head_dim]``, a row's length being its memory's.
+    def write(self, layer: int, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Store the memory of each row: *k*, *v* packed ``[N, kv_heads, head_dim]``.
 
+        :param lengths: of each row's memory, by default the rows' lengths in this step; the same in all layers.
         :raises IntegrityError: a row's memory was written before: it can be written once.
         :raises RequestError: a memory is longer than ``max_tokens``.
         """
@@ -50,7 +51,7 @@ class CrossView:
         if self._frozen:
             raise IntegrityError(f"{self._resource.name!r} is frozen in this entry: it cannot be written")
         if self._places is None:
-            self._places = self._resource.stage(self._rows)
+            self._places = self._resource.stage(self._rows, lengths)
             self._plans.clear()
         self._resource.memory.write(layer, self._places, k, v)
         self._written.add(layer)
@@ -71,6 +72,13 @@ class CrossView:
         if plan is None:
             plan = self._plans[key] = self._resource.plan_read(self._rows, key)
         return plan.attend(layer, q, None, None, causal=False, scale=scale)
+
+    def keys(self, layer: int, row: int) -> Tensor:
+        """The keys of the *row*-th row's memory ``[positions, kv_heads, head_dim]``, for a node that looks at the
+        attention itself. They belong to the resource: do not change them."""
+        if self._lane_plan is not None:
+            raise IntegrityError(f"a captured step cannot look at single memories of {self._resource.name!r}")
+        return self._resource.keys(layer, self._rows[row])
 
 
 class CrossKV(SlotResource):
@@ -135,22 +143,32 @@ class CrossKV(SlotResource):
         view.fill(rows, frozen, plan)
         return view
 
-    def stage(self, rows: Sequence[Row]) -> Tensor:
-        """Places int64 ``[N]`` for the memories of *rows*, which :meth:`commit` makes theirs."""
-        for row in rows:
+    def stage(self, rows: Sequence[Row], memories: Sequence[int] | None = None) -> Tensor:
+        """Places int64 ``[N]`` for the memories of *rows*, which :meth:`commit` makes theirs.
+
+        :param memories: their lengths, by default the rows' own.
+        """
+        lengths = np.fromiter(memories or (row.length for row in rows), np.int64, len(rows))
+        for row, length in zip(rows, lengths.tolist(), strict=True):
             if self._lengths[row.owner]:
                 raise IntegrityError(f"the memory of {row.owner} in {self.name!r} was written before")
-            if row.length > self.spec.max_tokens:
+            if length > self.spec.max_tokens:
                 raise RequestError(
-                    f"an input of {row.length} encoder positions is longer than the {self.spec.max_tokens} that "
+                    f"an input of {length} encoder positions is longer than the {self.spec.max_tokens} that "
                     f"{self.name!r} holds (max_tokens)",
                     code="context_length_exceeded",
                 )
-        self._staged.update((row.owner, row.length) for row in rows)
+            self._staged[row.owner] = length
         slots = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows))
-        lengths = np.fromiter((row.length for row in rows), np.int64, len(rows))
         _, places = flat_positions(slots * self.spec.max_tokens, lengths)
         return self.context.stage.put(f"{self.name}.places", places)
+
+    def keys(self, layer: int, row: Row) -> Tensor:
+        """The keys of *row*'s memory, a view ``[positions, kv_heads, head_dim]``."""
+        length = self._staged.get(row.owner, 0) or self._lengths[row.owner]
+        if not length:
+            raise IntegrityError(f"the memory of {row.owner} in {self.name!r} is read before it was written")
+        return self.memory.run(layer, self._slots[row.owner] * self.spec.max_tokens, length)[0]
 
     def plan_read(self, rows: Sequence[Row], lengths: Sequence[int] | npt.NDArray[np.int64]) -> KVPlan:
         """Plan *lengths* queries over the memories of *rows*, and of padding if there are more."""

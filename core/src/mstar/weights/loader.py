@@ -50,6 +50,8 @@ def load(
             ((place.published, _rows(targets[place.target], place)) for place in weightmap.placements),
             lambda done: report(done, total),
         )
+        for target, start, rows in weightmap.zeros:
+            targets[target][start : start + rows].zero_()
     module.eval()
 
 
@@ -97,6 +99,9 @@ def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Chec
             faults.append(f"{place.target}: the map names it, the module has no such parameter")
             continue
         filled[id(target)] = filled.get(id(target), 0) + (_length(target) if place.rows is None else place.rows)
+    for name, _, rows in weightmap.zeros:
+        if name in targets:
+            filled[id(targets[name])] = filled.get(id(targets[name]), 0) + rows
     for name, target in targets.items():
         if filled.get(id(target), 0) != _length(target):
             faults.append(f"{name}: the map fills {filled.get(id(target), 0)} of {_length(target)} rows")

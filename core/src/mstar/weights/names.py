@@ -30,6 +30,7 @@ class Placement:
 class WeightMap:
     """A node's weights by name: every parameter, and every tensor of the checkpoint, must occur (promise P11).
 
+    :param zeros: (target, start, rows) of what is 0 and not published: the bias of a fused layer's part that has none.
     :param ignore: regular expressions (whole names) of published tensors that the node does not need.
     :param float32: regular expressions (whole names) of parameters that stay float32 whatever the model's dtype.
     """
@@ -37,6 +38,7 @@ class WeightMap:
     placements: tuple[Placement, ...]
     ignore: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
+    zeros: tuple[tuple[str, int, int], ...] = ()
 
     @classmethod
     def from_module(
@@ -54,6 +56,7 @@ class WeightMap:
         seen: set[int] = set()
         placements: list[Placement] = []
         aliases: list[str] = []
+        zeros: list[tuple[str, int, int]] = []
         prefixes = sorted((rename or {}).items(), key=lambda item: -len(item[0]))
         for path, owner in module.named_modules():
             for name, tensor in _persistent(owner):
@@ -62,11 +65,12 @@ class WeightMap:
                     aliases.append(re.escape(_published(target, prefixes)))
                     continue
                 seen.add(id(tensor))
-                placements += (
-                    Placement(_published(published, prefixes), target, start, rows)
-                    for published, start, rows in _parts(owner, path, name)
-                )
-        return cls(tuple(placements), (*ignore, *aliases), float32)
+                for published, start, rows in _parts(owner, path, name):
+                    if published is not None:
+                        placements.append(Placement(_published(published, prefixes), target, start, rows))
+                    elif rows is not None:
+                        zeros.append((target, start, rows))
+        return cls(tuple(placements), (*ignore, *aliases), float32, tuple(zeros))
 
     @classmethod
     def of_node(
@@ -94,15 +98,17 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield name, buffer
 
 
-def _parts(owner: nn.Module, path: str, name: str) -> Iterator[tuple[str, int, int | None]]:
-    """Names under the module's own tree, with their rows, of the published tensors that make up one parameter."""
+def _parts(owner: nn.Module, path: str, name: str) -> Iterator[tuple[str | None, int, int | None]]:
+    """Names under the module's own tree, with their rows, of the published tensors that make up one parameter; no name
+    for rows that are 0."""
     if not isinstance(owner, MergedLinear):
         yield (f"{path}.{name}" if path else name), 0, None
         return
     parent = path.rpartition(".")[0]
     start = 0
     for part, rows in owner.parts.items():
-        yield ".".join(word for word in (parent, part, name) if word), start, rows
+        published = name != "bias" or part in owner.biased
+        yield ".".join(word for word in (parent, part, name) if word) if published else None, start, rows
         start += rows
 
 

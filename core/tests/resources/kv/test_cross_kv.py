@@ -65,6 +65,27 @@ def test_written_once_and_read_every_step() -> None:
     resource.check([A, B, C])
 
 
+def test_a_memory_may_be_longer_than_its_row() -> None:
+    resource = make()
+    start(resource, A, B, C)
+    rows, packed = [Row(A), Row(B)], torch.randn(2, 2, 12, 2, 8)
+    view = resource.plan(rows)
+    for layer in range(2):
+        view.write(layer, packed[layer, 0], packed[layer, 1], [5, 7])
+    resource.commit(rows)
+    read(resource, rows, {A: packed[:, :, :5], B: packed[:, :, 5:]})
+    assert torch.equal(resource.plan(rows).keys(1, 1), packed[1, 0, 5:])
+    with pytest.raises(RequestError, match="an input of 21 encoder positions"):
+        resource.stage([Row(C)], [21])
+
+
+def test_keys_that_were_not_written() -> None:
+    resource = make()
+    start(resource, A)
+    with pytest.raises(IntegrityError, match="before it was written"):
+        resource.plan([Row(A)]).keys(0, 0)
+
+
 def test_a_memory_is_written_once() -> None:
     resource = make()
     start(resource, A)

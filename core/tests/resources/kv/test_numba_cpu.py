@@ -45,6 +45,21 @@ def test_decode_equals_the_reference(dtype: torch.dtype, window: int | None, sta
         torch.testing.assert_close(got[row].double(), wanted, rtol=limit, atol=limit)
 
 
+def test_a_memory_is_read_where_it_lies() -> None:
+    """Of an encoder: the step has no keys of its own."""
+    memory = filled(torch.float32)
+    tables = np.array([[3], [0]], np.int32)
+    rows = KVBatch(np.ones(2, np.int64), np.array([100, 60]), tables, 128, step_kv="none")
+    q = queries(2, torch.float32)
+    plan = NumbaAttention().plan_kv(memory, rows, Stage("cpu"), "kv")
+    assert isinstance(plan, numba_cpu._NumbaKVPlan)
+    got = plan.attend(0, q, None, None, causal=False)
+    for row, (first, length) in enumerate([(384, 100), (0, 60)]):
+        k, v = memory.data[0, :, first : first + length].double()
+        wanted = reference(q[row : row + 1].double(), k, v, 0, causal=False)[0]
+        torch.testing.assert_close(got[row].double(), wanted, rtol=2e-6, atol=2e-6)
+
+
 def test_a_row_is_the_same_to_the_bit_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, backend, q = filled(torch.float32), NumbaAttention(), queries(5, torch.float32)
     starts, threads = (159, 140, 77, 100, 5), torch.get_num_threads()

@@ -55,7 +55,7 @@ class NumbaAttention(AttentionBackend):
         return fault
 
     def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
-        plain = batch.step_kv == "written" and batch.sink == 0 and batch.gaps is None and memory.dtype in _DTYPES
+        plain = batch.step_kv != "beside" and batch.sink == 0 and batch.gaps is None and memory.dtype in _DTYPES
         decodes = _leading_ones(batch.lengths) if plain else 0
         if not decodes:
             return self._torch.plan_kv(memory, batch, stage, key)
@@ -81,7 +81,7 @@ class _NumbaKVPlan(KVPlan):
         self._kernel: Kernel = decode_kernels[_DTYPES.index(memory.dtype)]
         self._bits = float_bits
         self._tables = np.ascontiguousarray(batch.tables[:decodes], np.int32)
-        self._ends = batch.starts[:decodes] + 1
+        self._ends = batch.starts[:decodes] + (batch.step_kv == "written")
         self._lows: dict[int | None, np.ndarray] = {}
         width = memory.kv_heads * memory.head_dim
         threads = torch.get_num_threads()

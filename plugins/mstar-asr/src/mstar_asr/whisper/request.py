@@ -19,9 +19,12 @@
     then notimestamps if no times are wanted. :data:`DETECT` in the language's place: it is found out, as the reference
     does, by the decoder on sot alone, whatever the prompt is.
 
-Its parameters: ``timestamps`` (whether the answer has them), ``max_initial`` (the greatest index of the first one, -1:
-no limit), ``after_sot`` (tokens of the prompt behind sot), ``words`` (whether words are to be aligned). Its sampling
-parameters, under ``sampler``: temperature, seed, ``max_tokens``, ``logprobs``, and eot as the stop id.
+``rules``
+    int64 ``[3]``: whether the answer has timestamps (:data:`TIMESTAMPS`); the greatest index of the first one, -1: any
+    (:data:`MAX_INITIAL`); tokens of the prompt behind sot (:data:`AFTER_SOT`).
+
+The parameter ``words`` says whether words are to be aligned. The sampling parameters are under ``sampler``:
+temperature, seed, ``max_tokens``, ``logprobs``, and eot as the stop id.
 
 *Streams to the client.*
 
@@ -35,12 +38,13 @@ parameters, under ``sampler``: temperature, seed, ``max_tokens``, ``logprobs``, 
 ``no_speech``
     float32 ``[]``, once: probability of the no-speech token after sot, before anything is suppressed.
 ``aligned``, ``aligned_probability``, ``alignment``
-    With ``words``, once, if the answer has text that counts. int64 ``[n]``: the text tokens in order, then eot; float32
-    ``[n]``: the probability of each (the reference's ``text_token_probs``, with that of eot); float32 ``[n, 1500]``:
-    how much each attends to each 20 ms of the window. That is what the reference's ``find_alignment`` hands to its
-    dynamic time warping: the weights of the alignment heads, normalised, median-filtered (7) and averaged; columns
-    behind ``frames // 2`` are 0 and to be cut off. Text counts as the reference's ``transcribe`` has it: all of it if
-    the answer has no two timestamps in a row or ends with a single one, else what is before the last such pair.
+    With ``words``, once, if the answer has text that counts. int64 ``[n + 1]``: the text tokens in order, then eot;
+    float32 ``[n]``: the probability of each text token (the reference's ``text_token_probs``); float32
+    ``[n + 1, 1500]``: how much each attends to each 20 ms of the window. That is what the reference's
+    ``find_alignment`` hands to its dynamic time warping: the weights of the alignment heads, normalised,
+    median-filtered (7) and averaged; columns behind ``frames // 2`` are 0 and to be cut off. Text counts as the
+    reference's ``transcribe`` has it: all of it if the answer has no two timestamps in a row or ends with a single one,
+    else what is before the last such pair.
 """
 
 from __future__ import annotations
@@ -54,7 +58,19 @@ from mstar.spec.errors import RequestError, nearest
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar_asr.whisper.tokens import TIME_STEP, WhisperTokens
 
-__all__ = ["CONTEXT", "DETECT", "FRAMES", "HOP", "RATE", "WINDOW", "window_prompt", "window_request"]
+__all__ = [
+    "AFTER_SOT",
+    "CONTEXT",
+    "DETECT",
+    "FRAMES",
+    "HOP",
+    "MAX_INITIAL",
+    "RATE",
+    "TIMESTAMPS",
+    "WINDOW",
+    "window_prompt",
+    "window_request",
+]
 
 RATE = 16_000
 HOP = 160
@@ -66,6 +82,7 @@ CONTEXT = 200
 FRAMES = WINDOW // HOP
 """Spectrogram frames of a window."""
 DETECT = -1
+TIMESTAMPS, MAX_INITIAL, AFTER_SOT = range(3)
 
 
 def window_prompt(
@@ -130,7 +147,7 @@ def window_request(
     room = positions - len(prompt)
     limit = room if max_tokens is None else min(max_tokens, room)
     after = len(prompt) - 1 - _last(prompt, tokens.sot)
-    times = prompt[-1] != tokens.no_timestamps
+    first = -1 if max_initial_timestamp is None else round(max_initial_timestamp / TIME_STEP)
     return EngineRequest(
         id=request_id,
         inputs={
@@ -138,13 +155,9 @@ def window_request(
             "frames": np.array([frames], np.int64),
             "loudest": np.array([np.nan if loudest is None else loudest], np.float32),
             "prompt": np.array(prompt, np.int64),
+            "rules": np.array([prompt[-1] != tokens.no_timestamps, first, after], np.int64),
         },
-        params={
-            "timestamps": times,
-            "max_initial": -1 if max_initial_timestamp is None else round(max_initial_timestamp / TIME_STEP),
-            "after_sot": after,
-            "words": words,
-        },
+        params={"words": words},
         sampling={
             "sampler": SamplingParams(
                 temperature=temperature,

@@ -1,0 +1,189 @@
+"""Tiny random checkpoints in the published layout: ``python -m mstar_asr.whisper.tiny FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mstar.spec.tasks import Audio
+from mstar.testing import Example
+from mstar_asr.whisper.request import RATE
+
+__all__ = ["draw", "write", "write_english"]
+
+HIDDEN, LAYERS, HEADS, FFN, MELS, POSITIONS = 32, 2, 4, 64, 16, 64
+LANGUAGES = ("en", "de", "ja", "haw")
+_CORPUS = [
+    "Hello there, how are you today? The capital of France is Paris.",
+    "And so, my fellow Americans: ask not.",
+] * 4
+Shapes = dict[str, tuple[int, ...]]
+
+
+def write(folder: Path) -> None:
+    """A multilingual checkpoint of a few dozen channels into *folder*."""
+    _write(folder, LANGUAGES)
+
+
+def write_english(folder: Path) -> None:
+    """An English-only one."""
+    _write(folder, ())
+
+
+def draw(key: str, rng: random.Random) -> Example:
+    """A clip of tones and noise, up to 4 s."""
+    seconds, pitch = rng.uniform(0.3, 4.0), rng.uniform(80.0, 900.0)
+    time = np.arange(int(seconds * RATE)) / RATE
+    noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(time))
+    samples = 0.3 * np.sin(2 * math.pi * pitch * time) + 0.05 * noise
+    knobs: dict[str, Any] = {"max_tokens": rng.randint(3, 9), "temperature_increment": 0.0}
+    return Example(parts=(Audio(samples.astype(np.float32), RATE),), knobs=knobs)
+
+
+def _write(folder: Path, languages: tuple[str, ...]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(languages)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = tokenizer.get_vocab()
+    _write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"},
+    )
+    _write_json(
+        folder / "preprocessor_config.json",
+        {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": MELS,
+            "sampling_rate": RATE,
+            "hop_length": 160,
+            "n_fft": 400,
+            "chunk_length": 30,
+            "padding_value": 0.0,
+        },
+    )
+    vocab, eot = tokenizer.get_vocab_size(), ids["<|endoftext|>"]
+    _write_json(folder / "config.json", _config(vocab, eot, ids["<|startoftranscript|>"]))
+    generation: dict[str, Any] = {
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": eot,
+        "decoder_start_token_id": ids["<|startoftranscript|>"],
+        "is_multilingual": bool(languages),
+        "no_timestamps_token_id": ids["<|notimestamps|>"],
+        "prev_sot_token_id": ids["<|startofprev|>"],
+        "max_initial_timestamp_index": 50,
+        "max_length": POSITIONS,
+        "return_timestamps": False,
+        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
+        "begin_suppress_tokens": [ids["Ġ"], eot],
+        "suppress_tokens": [1, 2, 7, *(ids[f"<|{name}|>"] for name in _CONTROLS if name != "notimestamps")],
+    }
+    if languages:
+        generation["lang_to_id"] = {f"<|{code}|>": ids[f"<|{code}|>"] for code in languages}
+        generation["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
+    _write_json(folder / "generation_config.json", generation)
+    draw = torch.Generator().manual_seed(7)
+    tensors = {  # norms around one; matrices wide enough that every token matters
+        name: torch.randn(shape, generator=draw) * _width(shape) + (name.endswith("norm.weight"))
+        for name, shape in _shapes(vocab).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+_CONTROLS = ("startoftranscript", "translate", "transcribe", "startoflm", "startofprev", "nospeech", "notimestamps")
+
+
+def _tokenizer(languages: tuple[str, ...]) -> Tokenizer:
+    """BPE over bytes as Whisper's, with its special tokens in its order: their ids follow each other."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    names = ("endoftext", _CONTROLS[0], *languages, *_CONTROLS[1:])
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
+    times = [AddedToken(f"<|{step * 0.02:.2f}|>", special=False, normalized=False) for step in range(1501)]
+    tokenizer.add_tokens(times)
+    return tokenizer
+
+
+def _config(vocab: int, eot: int, sot: int) -> dict[str, Any]:
+    return {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "vocab_size": vocab,
+        "num_mel_bins": MELS,
+        "d_model": HIDDEN,
+        "encoder_layers": LAYERS,
+        "encoder_attention_heads": HEADS,
+        "encoder_ffn_dim": FFN,
+        "decoder_layers": LAYERS,
+        "decoder_attention_heads": HEADS,
+        "decoder_ffn_dim": FFN,
+        "max_source_positions": 1500,
+        "max_target_positions": POSITIONS,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": eot,
+        "decoder_start_token_id": sot,
+        "suppress_tokens": None,
+        "begin_suppress_tokens": None,
+    }
+
+
+def _width(shape: tuple[int, ...]) -> float:
+    return 0.25 if len(shape) < 3 else (shape[1] * shape[2]) ** -0.5
+
+
+def _shapes(vocab: int) -> Shapes:
+    """The published names, and what is under each."""
+    found: Shapes = {
+        "model.encoder.conv1.weight": (HIDDEN, MELS, 3),
+        "model.encoder.conv1.bias": (HIDDEN,),
+        "model.encoder.conv2.weight": (HIDDEN, HIDDEN, 3),
+        "model.encoder.conv2.bias": (HIDDEN,),
+        "model.encoder.embed_positions.weight": (1500, HIDDEN),
+        "model.decoder.embed_tokens.weight": (vocab, HIDDEN),
+        "model.decoder.embed_positions.weight": (POSITIONS, HIDDEN),
+    }
+    for side in ("encoder", "decoder"):
+        found |= _norm(f"model.{side}.layer_norm")
+        for layer in range(LAYERS):
+            prefix = f"model.{side}.layers.{layer}."
+            found |= _attention(f"{prefix}self_attn")
+            if side == "decoder":
+                found |= _attention(f"{prefix}encoder_attn")
+            found |= {f"{prefix}fc1.weight": (FFN, HIDDEN), f"{prefix}fc1.bias": (FFN,)}
+            found |= {f"{prefix}fc2.weight": (HIDDEN, FFN), f"{prefix}fc2.bias": (HIDDEN,)}
+            found |= _norm(f"{prefix}final_layer_norm")
+    return found
+
+
+def _attention(name: str) -> Shapes:
+    parts = {f"{name}.{part}.weight": (HIDDEN, HIDDEN) for part in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    biases = {f"{name}.{part}.bias": (HIDDEN,) for part in ("q_proj", "v_proj", "out_proj")}
+    return {**parts, **biases, **_norm(f"{name}_layer_norm")}
+
+
+def _norm(name: str) -> Shapes:
+    return {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
