@@ -15,6 +15,7 @@ from mstar.processing.speech import vad
 from mstar.processing.speech.vad import FRAME, RATE, VoiceDetector, silero, voice_levels
 from mstar.processing.speech.windows import WindowPolicy, spans
 from mstar.spec.errors import SetupError
+from mstar.testing.sounds import vowel
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("silero_vad") is None, reason="extra 'vad'")
 
@@ -27,18 +28,6 @@ def detector() -> VoiceDetector:
     found = silero()
     assert found is not None
     return found
-
-
-def vowel(seconds: float, pitch: float = 120.0) -> np.ndarray:
-    """A voice that says ah: overtones as a throat's resonances let them through, swelling four times a second."""
-    time = np.arange(int(seconds * RATE)) / RATE
-    phase = 2 * np.pi * np.cumsum(pitch * (1 + 0.03 * np.sin(2 * np.pi * 3 * time))) / RATE
-    sound = np.zeros_like(time)
-    for number in range(1, int(4000 / pitch)):
-        loud = sum(1 / (1 + ((number * pitch - formant) / 90) ** 2) for formant in (700, 1220, 2600))
-        sound += (loud + 0.02) / number * np.sin(number * phase)
-    sound = sound * (0.55 + 0.45 * np.sin(2 * np.pi * 4 * time))
-    return (0.3 * sound / np.abs(sound).max()).astype(np.float32)
 
 
 def by_torch(samples: np.ndarray) -> np.ndarray:
