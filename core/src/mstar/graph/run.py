@@ -176,7 +176,8 @@ class RequestRun:
         if count:
             seq = out.sent(count, time.monotonic())
             told = dict(heard) if self.live else None
-            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=logprobs, heard=told))
+            sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
+            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=sampled, heard=told))
         return False
 
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:

@@ -172,7 +172,8 @@ class Decoder(Node):
         :meth:`begin`.
         """
         starts = self._starts(torch.split(prompt, list(step.lengths)), rules[:, AFTER_SOT].tolist(), language)
-        texts = self._texts(step["answer"])
+        rooms = [self.config.positions - len(start) - 1 for start in starts]
+        texts = [text[:room] for text, room in zip(self._texts(step["answer"]), rooms, strict=True)]
         read = [[*start, *text, self.tokens.eot] for start, text in zip(starts, texts, strict=True)]
         x, weights = self._read_again(step, read, [count // 2 for count in frames[:, 0].tolist()])
         logits = self._logits(x)

@@ -141,10 +141,11 @@ def window_request(
     """A request as the module's docstring says.
 
     :param prompt: what :func:`window_prompt` gave. :param max_initial_timestamp: in seconds; ``None``: no limit.
-    :param max_tokens: default and at most ``positions - len(prompt)``.
+    :param max_tokens: default and at most ``positions - len(prompt) - 1``: the text has room beside what is read with
+        it to align it.
     :param others: further fields of the :class:`EngineRequest` (tenant, timeout…).
     """
-    room = positions - len(prompt)
+    room = positions - len(prompt) - 1
     limit = room if max_tokens is None else min(max_tokens, room)
     after = len(prompt) - 1 - _last(prompt, tokens.sot)
     first = -1 if max_initial_timestamp is None else round(max_initial_timestamp / TIME_STEP)
