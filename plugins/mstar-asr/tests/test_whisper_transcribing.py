@@ -192,16 +192,21 @@ def test_nobody_speaks(model: WhisperProcessor, chunked: bool) -> None:
         assert model.windows(asked(samples, chunked=chunked)) == []
 
 
+def talk(seconds: float) -> np.ndarray:
+    """Syllables of two pitches, with pauses."""
+    return spoken([(float(at), vowel(0.8, 110.0 if at % 2 else 190.0)) for at in range(int(seconds))], seconds)
+
+
 def test_an_answer_that_ended_before_the_speech_did_is_gone_on_with(model: WhisperProcessor) -> None:
     """E18: a single timestamp at the end says that nobody speaks any more; the voice detector knows better."""
-    samples = spoken([(1.0, vowel(12.0))], 20.0)
+    samples = spoken([(1.0, talk(12.0))], 20.0)
     script = [Says((0.0, " One.", 4.0)), Says((0.0, " Two.", 9.0))]
     heard = hear(model, asked(samples), script)
     assert (heard.offsets, heard.transcript.text) == ([0.0, 4.0], "One. Two.")
     heard = hear(model, asked(samples, {"vad_filter": False}), script[:1])
     assert heard.offsets == [0.0]
-    quiet = hear(model, asked(spoken([(1.0, vowel(3.0))], 20.0)), script[:1])
-    assert quiet.offsets == [0.0]
+    for little in (spoken([(1.0, talk(5.0))], 20.0), spoken([(1.0, talk(7.0))], 8.7)):
+        assert hear(model, asked(little), script[:1]).offsets == [0.0]
 
 
 def test_a_clip_cut_for_hearing_at_once(model: WhisperProcessor) -> None:

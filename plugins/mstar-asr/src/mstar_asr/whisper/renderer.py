@@ -24,9 +24,12 @@ __all__ = ["PlainRenderer", "WindowRenderer"]
 
 Decode = Callable[[Sequence[int]], str]
 
-_REST = FRAMES_PER_S
-"""Frames at a window's end that are not worth hearing again where the model ended early."""
-_REST_SPEECH_S = 0.5
+_COMPLETE = ("stop", "length", "done")
+"""Why a window's request ends that nobody has broken off; ``done`` with words, which are aligned after the answer."""
+_REST = 5 * FRAMES_PER_S
+_REST_SPEECH_S = 2.5
+"""A window's end is heard again if it is longer than that, in frames, and somebody speaks in it for longer than this:
+small models' timestamps are seconds off, and what was written down already must not be heard twice."""
 
 
 class PlainRenderer(Renderer):
@@ -137,7 +140,7 @@ class WindowRenderer(Renderer):
     # --- at the end
 
     def finish(self, done: Done | None) -> Iterable[Delta]:
-        if done is None or done.reason not in ("stop", "length"):
+        if done is None or done.reason not in _COMPLETE:
             return ()
         window, thresholds = self._window, self._thresholds
         answer = self._answer()
