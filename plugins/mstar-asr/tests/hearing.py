@@ -50,6 +50,7 @@ class Ears:
     """A worker of one Whisper, and the streams of its requests."""
 
     def __init__(self, folder: Path, key: str = "whisper_base", **overrides: Any):
+        self.key = key
         registry = Registry(load_plugins(SETTINGS))
         deployment = merge_deployment(key, packaged_deployment(registry.model(key)), {**CPU, **overrides})
         config = WorkerConfig(key=key, weights=str(folder), deployment=deployment)

@@ -45,7 +45,7 @@ def attention_weights(q: Tensor, keys: Tensor, heads: Sequence[int], positions: 
     :param q: ``[tokens, heads, head_dim]``. :param keys: ``[memory, heads, head_dim]``.
     """
     own, other = q[:, heads].float(), keys[:positions, heads].float()
-    scores = torch.einsum("qhd,khd->hqk", own, other) * q.shape[-1] ** -0.5
+    scores: Tensor = torch.einsum("qhd,khd->hqk", own, other) * q.shape[-1] ** -0.5
     return scores.softmax(-1)
 
 
@@ -55,7 +55,8 @@ def median(x: Tensor, width: int = _MEDIAN) -> Tensor:
     if x.shape[-1] <= half:
         return x
     around: Tensor = F.pad(x, (half, half), mode="reflect").unfold(-1, width, 1)
-    return around.sort(-1)[0][..., half]
+    middle: Tensor = around.kthvalue(half + 1, -1)[0]
+    return middle
 
 
 def time_matrix(weights: Tensor) -> Tensor:
