@@ -14,7 +14,7 @@ from mstar.spec.knobs import validate_knobs
 from mstar.spec.processor import SegmentDelta, TextDelta
 from mstar.spec.request import Done
 from mstar.spec.tasks import Audio, ChatTask, GenerateTask, Image, Message, Text
-from mstar.testing.sounds import vowel
+from mstar.testing.sounds import babble
 from mstar_asr.whisper.processor import WhisperProcessor
 from mstar_asr.whisper.request import AFTER_SOT, TIMESTAMPS
 from mstar_asr.whisper.spec import WhisperKnobs
@@ -176,7 +176,7 @@ def test_segments_without_words_or_time_are_dropped(model: WhisperProcessor) -> 
 
 def test_only_windows_in_which_somebody_speaks_are_heard(model: WhisperProcessor) -> None:
     """E1: whatever the model would invent about silence."""
-    samples = spoken([(70.0, vowel(1.0)), (131.0, vowel(2.0))], 200.0)
+    samples = spoken([(70.0, babble(1.0)), (131.0, babble(2.0))], 200.0)
     heard = hear(model, asked(samples), lambda n: Says((0.0, f" ah{n}", 13.0)))
     assert heard.offsets == [60.0, 120.0]
     assert heard.transcript.text == "ah0 ah1"
@@ -192,25 +192,20 @@ def test_nobody_speaks(model: WhisperProcessor, chunked: bool) -> None:
         assert model.windows(asked(samples, chunked=chunked)) == []
 
 
-def talk(seconds: float) -> np.ndarray:
-    """Syllables of two pitches, with pauses."""
-    return spoken([(float(at), vowel(0.8, 110.0 if at % 2 else 190.0)) for at in range(int(seconds))], seconds)
-
-
 def test_an_answer_that_ended_before_the_speech_did_is_gone_on_with(model: WhisperProcessor) -> None:
     """E18: a single timestamp at the end says that nobody speaks any more; the voice detector knows better."""
-    samples = spoken([(1.0, talk(12.0))], 20.0)
+    samples = spoken([(1.0, babble(12.0))], 20.0)
     script = [Says((0.0, " One.", 4.0)), Says((0.0, " Two.", 9.0))]
     heard = hear(model, asked(samples), script)
     assert (heard.offsets, heard.transcript.text) == ([0.0, 4.0], "One. Two.")
     heard = hear(model, asked(samples, {"vad_filter": False}), script[:1])
     assert heard.offsets == [0.0]
-    for little in (spoken([(1.0, talk(5.0))], 20.0), spoken([(1.0, talk(7.0))], 8.7)):
+    for little in (spoken([(1.0, babble(5.0))], 20.0), spoken([(1.0, babble(7.0))], 8.7)):
         assert hear(model, asked(little), script[:1]).offsets == [0.0]
 
 
 def test_a_clip_cut_for_hearing_at_once(model: WhisperProcessor) -> None:
-    samples = spoken([(1.0, vowel(22.0)), (24.0, vowel(24.0)), (50.0, vowel(22.0))], 75.0)
+    samples = spoken([(1.0, babble(22.0)), (24.0, babble(24.0)), (50.0, babble(22.0))], 75.0)
     windows = model.windows(asked(samples, chunked=True))
     assert len(windows) == 3
     ends = [w.offset + len(w.audio.samples) / RATE for w in windows if w.audio is not None]
@@ -341,7 +336,7 @@ def native(*parts: Any, text: str = "", **knobs: Any) -> GenerateTask:
     return GenerateTask(knobs=validate_knobs(WhisperKnobs, knobs), text=text, parts=parts)
 
 
-SECOND = Audio(vowel(1.0), RATE)
+SECOND = Audio(babble(1.0), RATE)
 
 
 @pytest.mark.parametrize(

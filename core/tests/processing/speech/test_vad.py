@@ -15,7 +15,7 @@ from mstar.processing.speech import vad
 from mstar.processing.speech.vad import FRAME, RATE, VoiceDetector, silero, voice_levels
 from mstar.processing.speech.windows import WindowPolicy, spans
 from mstar.spec.errors import SetupError
-from mstar.testing.sounds import vowel
+from mstar.testing.sounds import babble
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("silero_vad") is None, reason="extra 'vad'")
 
@@ -57,7 +57,7 @@ def by_torch(samples: np.ndarray) -> np.ndarray:
 
 def test_as_the_published_network_says(detector: VoiceDetector, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(1)
-    sound = np.concatenate([vowel(1.0), rng.normal(0, 0.05, RATE), vowel(0.7, 210.0)]).astype(np.float32)
+    sound = np.concatenate([babble(1.0), rng.normal(0, 0.05, RATE), babble(0.7, 1)]).astype(np.float32)
     expected = by_torch(sound)
     np.testing.assert_allclose(detector(sound), expected, atol=1e-5)
     monkeypatch.setattr(vad, "_AT_ONCE", 5)  # block by block
@@ -81,7 +81,7 @@ def test_nobody_speaks(detector: VoiceDetector, sound: np.ndarray) -> None:
 
 def test_a_voice_is_found(detector: VoiceDetector) -> None:
     sound = np.zeros(4 * RATE, np.float32)
-    sound[2 * RATE : 2 * RATE + RATE // 2] = vowel(0.5)
+    sound[2 * RATE : 2 * RATE + RATE // 2] = babble(0.5)
     assert 0.3 < detector.speech_s(sound) < 0.8
     assert detector.speech_s(sound, lead=3 * RATE) == 0
     assert detector(sound)[: 2 * RATE // FRAME].max() < 0.1
@@ -90,9 +90,9 @@ def test_a_voice_is_found(detector: VoiceDetector) -> None:
 def test_long_audio_is_cut_where_nobody_speaks(detector: VoiceDetector) -> None:
     """Between two voices is a gap of noise that is louder than they are."""
     noise = np.random.default_rng(3).normal(0, 0.3, RATE).astype(np.float32)
-    sound = np.concatenate([vowel(3.5), noise, vowel(3.5)])
-    ((_, by_level), _) = spans(sound, RATE, WindowPolicy(6.0, search_s=1.5))
-    ((_, by_voice), _) = spans(sound, RATE, WindowPolicy(6.0, search_s=1.5, levels=voice_levels(detector)))
+    sound = np.concatenate([babble(3.5), noise, babble(3.5)])
+    ((_, by_level), _) = spans(sound, RATE, WindowPolicy(6.0, search_s=1.5, quiet_s=0.6))
+    ((_, by_voice), _) = spans(sound, RATE, WindowPolicy(6.0, search_s=1.5, quiet_s=0.6, levels=voice_levels(detector)))
     assert 3.5 <= by_voice / RATE <= 4.5
     assert not 3.5 <= by_level / RATE <= 4.5
     with pytest.raises(ValueError, match="16000"):
