@@ -163,19 +163,19 @@ class Decoder(Node):
         return {"token": self._sample(step, logits, facts)}
 
     def align(
-        self, step: Step, prompt: Tensor, frames: Tensor, rules: Tensor, language: Tensor | None = None
+        self, step: Step, prompt: Tensor, frames: list[Tensor], rules: Tensor, language: Tensor | None = None
     ) -> dict[str, Packed]:
         """When each text token was said, as :mod:`mstar_asr.whisper.request` says: one pass of the decoder over sot,
         language, task, notimestamps, text and eot. The host must know the text, so this is never captured.
 
-        *prompt*: as the request has it, ``[N]``; *frames* int64 ``[rows, 1]``; *rules* and *language* as for
+        *prompt*: as the request has it, ``[N]``; *frames* int64 ``[1]`` a row; *rules* and *language* as for
         :meth:`begin`.
         """
         starts = self._starts(torch.split(prompt, list(step.lengths)), rules[:, AFTER_SOT].tolist(), language)
         rooms = [self.config.positions - len(start) - 1 for start in starts]
         texts = [text[:room] for text, room in zip(self._texts(step["answer"]), rooms, strict=True)]
         read = [[*start, *text, self.tokens.eot] for start, text in zip(starts, texts, strict=True)]
-        x, weights = self._read_again(step, read, [count // 2 for count in frames[:, 0].tolist()])
+        x, weights = self._read_again(step, read, [int(count) // 2 for count in frames])
         logits = self._logits(x)
         aligned, probabilities, matrices, first = [], [], [], 0
         for start, text, ids, seen in zip(starts, texts, read, weights, strict=True):

@@ -116,7 +116,8 @@ class Whisper(Model):
             Entry("forward", (Port("ids", "int64", (), "stacked"),), (_TOKEN,), resources=state),
             Entry(
                 "align",
-                (_PROMPT, _FRAMES, _RULES, _LANGUAGE),
+                # a list, since the node reads on the host what was said: no graph of it is tried
+                (_PROMPT, replace(_FRAMES, layout="list"), _RULES, _LANGUAGE),
                 found,
                 resources=("cross", "answer", "again"),
                 frozen=("answer",),
