@@ -49,8 +49,10 @@ class Server:
         deadline = time.monotonic() + 30
         while True:
             models = self.http.get("/health").json()["models"]
-            if all(m["worker"]["running"] + m["worker"]["waiting"] == 0 for m in models.values()):
-                return {key: m["worker"]["resources"] for key, m in models.items()}
+            workers = {key: m["worker"] for key, m in models.items()}
+            # a worker in the middle of a long step has nothing to say
+            if all(w is not None and w["running"] + w["waiting"] == 0 for w in workers.values()):
+                return {key: w["resources"] for key, w in workers.items()}
             assert time.monotonic() < deadline, models
             time.sleep(0.01)
 

@@ -162,6 +162,36 @@ async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:
         assert events((await post(client, clip(1.0), stream="true")).text)[-1]["finish_reason"] == "length"
 
 
+async def test_a_window_cut_short_whose_rest_is_heard_again_lacks_nothing(kit: Any) -> None:
+    """E18"""
+    rest = TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE // 2), RATE), offset=0.5)
+    tiny = service(kit, lambda n: [TextDelta("one"), rest] if n == 0 else [TextDelta("two")])
+
+    async def cut_short(*arguments: Any, generate: Any = tiny.generate) -> Any:
+        answer = await generate(*arguments)
+        answer.reason = "length" if len(tiny.answers) == 1 else None
+        return answer
+
+    tiny.generate = cut_short
+    async with kit.client(tiny) as client:
+        body = (await post(client, clip(1.0))).json()
+    assert (body["text"], "finish_reason" in body) == ("one two", False)
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_clip_without_windows_is_empty(kit: Any, stream: str) -> None:
+    """E1: a processor may find that nobody speaks."""
+    tiny = service(kit, [TextDelta("you")])
+    tiny.processor.windows = lambda task: ()
+    async with kit.client(tiny) as client:
+        reply = await post(client, stream=stream)
+        if stream == "true":
+            assert [(e["type"], e["text"]) for e in events(reply.text)] == [("transcript.text.done", "")]
+        else:
+            assert reply.json() == {"text": "", "usage": {"type": "duration", "seconds": 4.0}}
+    assert not tiny.tasks
+
+
 LOGPROBS = (TokenLogprob(token=1, logprob=-0.5), TokenLogprob(token=2, logprob=-1.5))
 
 
@@ -184,6 +214,7 @@ async def test_fields_reach_the_task(kit: Any) -> None:
     tiny = service(kit, [TextDelta("x")])
     async with kit.client(tiny) as client:
         await post(client, clip(1.0), language="de", prompt="Namen", steps="7", temperature="0.5", top_k="3")
+        await post(client, clip(1.0), chunking_strategy="auto")
         reply = await post(client, clip(1.0), steps="51")
         assert reply.json()["error"]["param"] == "steps"
         await client.post("/v1/audio/translations", data={"prompt": "x"}, files={"file": ("a.wav", clip(1.0))})
@@ -191,7 +222,8 @@ async def test_fields_reach_the_task(kit: Any) -> None:
             "/v1/audio/translations", data={"stream": "true"}, files={"file": ("a.wav", clip(1.0))}
         )
         assert streamed.json()["error"]["param"] == "stream"
-    task, other = tiny.tasks
+    task, cut, other = tiny.tasks
+    assert (task.chunked, cut.chunked, other.chunked) == (False, True, False)
     assert (task.language, task.prompt, task.translate) == ("de", "Namen", False)
     assert (task.knobs.steps, task.knobs.temperature, task.knobs.top_k) == (7, 0.5, 3)
     assert (other.translate, other.language) == (True, None)

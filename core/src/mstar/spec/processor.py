@@ -296,9 +296,10 @@ class Processor(abc.ABC):
     def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
         """*task* in windows that are heard one by one, at once, and joined: for clips longer than the model can hear.
 
-        Each is *task* with its part of the audio and its ``offset``; they follow each other without a gap.
+        Each is *task* with its part of the audio and its ``offset``; they follow each other.
         :func:`mstar.processing.speech.windows.cut` makes them. The default hears the clip whole. A window whose
-        request's renderer names a :attr:`~Renderer.follow` goes on with that one.
+        request's renderer names a :attr:`~Renderer.follow` goes on with that one. Stretches in which nobody speaks may
+        be left out, all of the clip included.
         """
         return (task,)
 

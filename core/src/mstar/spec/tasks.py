@@ -208,6 +208,8 @@ class TranscriptionTask(Task):
     :param language: code of the spoken language (``en``); ``None``: to be found out.
     :param translate: write English, whatever was spoken. :param prompt: what was said or is to be spelled so.
     :param timestamps: which times the client wants.
+    :param chunked: cut a long clip where it is quiet and hear the windows at once, also where the model would rather go
+        through it from the beginning to the end. Families that always do so need not look.
     :param offset: of a window: where in the client's clip it begins, in seconds.
     :param carried: what a renderer gives the task that follows its own; its family's business alone.
     """
@@ -217,6 +219,7 @@ class TranscriptionTask(Task):
     translate: bool = False
     prompt: str = ""
     timestamps: tuple[Literal["segment", "word"], ...] = ()
+    chunked: bool = False
     offset: float = 0.0
     carried: Any = None
 

@@ -31,9 +31,15 @@ class _End:
 
     def __init__(self, answer: Answer, task: TranscriptionTask, follow: TranscriptionTask | None):
         self.answer = answer
-        again = follow is not None and follow.offset <= task.offset
-        #: what counts of the window's answer; ``None`` of one that another one replaces
+        again = follow is not None and follow.offset < _end(task)
+        #: what counts of the window's answer; ``None`` where the window, or its rest, is heard again
         self.finish_reason = None if again else answer.finish_reason
+
+
+def _end(task: TranscriptionTask) -> float:
+    """Where a window ends in its clip, in seconds."""
+    assert task.audio is not None
+    return task.offset + len(task.audio.samples) / task.audio.rate
 
 
 class WindowRun:
@@ -159,8 +165,7 @@ async def heard(
             if item is None:
                 break
             if isinstance(item, TranscriptionTask):
-                assert item.audio is not None
-                builder.open(item.offset, item.offset + len(item.audio.samples) / item.audio.rate)
+                builder.open(item.offset, _end(item))
             elif isinstance(item, _End):
                 yield "", builder.close(item.finish_reason), ()
             else:

@@ -55,7 +55,9 @@ class TranscriptionRequest(TranslationRequest):
     stream: bool | None = None
     include: list[Literal["logprobs"]] = Field(default_factory=list, description="Needs `json`.")
     chunking_strategy: str | None = Field(
-        None, description="`auto`, or an object of type `server_vad`: long audio is cut where it is quiet in any case."
+        None,
+        description="`auto`, or an object of type `server_vad`: long audio is cut where it is quiet, its windows are "
+        "heard at once.",
     )
     languages: list[str] = Field(default_factory=list, description="Not supported.")
     keywords: list[str] = Field(default_factory=list, description="Not supported.")
@@ -111,6 +113,7 @@ class TranscriptionAdapter:
             translate=translate,
             prompt=body.prompt,
             timestamps=_timestamps(body),
+            chunked=isinstance(body, TranscriptionRequest) and body.chunking_strategy is not None,
             logprobs=0 if isinstance(body, TranscriptionRequest) and body.include else None,
         )
 

@@ -43,6 +43,7 @@ class WhisperKnobs(Knobs):
     no_speech_threshold: Finite = Field(
         0.6, ge=0, le=1, description="A failed answer to sound that is less likely speech than this counts as silence."
     )
+    vad_filter: bool = Field(True, description="Leave out windows in which a voice detector hears nobody.", strict=True)
     condition_on_previous_text: bool = Field(
         True, description="Show each window of a long clip the text of the one before.", strict=True
     )

@@ -40,12 +40,12 @@ def write_english(folder: Path) -> None:
 
 
 def draw(key: str, rng: random.Random) -> Example:
-    """A clip of tones and noise, up to 4 s."""
+    """A clip of tones and noise, up to 4 s, and to be heard although nobody speaks in it."""
     seconds, pitch = rng.uniform(0.3, 4.0), rng.uniform(80.0, 900.0)
     time = np.arange(int(seconds * RATE)) / RATE
     noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(time))
     samples = 0.3 * np.sin(2 * math.pi * pitch * time) + 0.05 * noise
-    knobs: dict[str, Any] = {"max_tokens": rng.randint(3, 9), "temperature_increment": 0.0}
+    knobs: dict[str, Any] = {"max_tokens": rng.randint(3, 9), "temperature_increment": 0.0, "vad_filter": False}
     return Example(parts=(Audio(samples.astype(np.float32), RATE),), knobs=knobs)
 
 
