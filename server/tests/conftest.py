@@ -260,6 +260,13 @@ class Kit:
         app = create_app({s.spec.key: s for s in services}, hooks or Hooks(), ServerOptions(**options))
         return httpx.AsyncClient(transport=Application(app), base_url="http://server", headers=headers)
 
+    @staticmethod
+    async def leave(writer: asyncio.StreamWriter) -> None:
+        """Close a client's connection for good: one that outlives its loop is some later test's garbage."""
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
     @contextlib.asynccontextmanager
     async def server(self, *services: ScriptedService, **options: Any) -> AsyncIterator[str]:
         """A listening server; gives its ``host:port`` and stops it by cancelling."""

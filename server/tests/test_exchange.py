@@ -171,7 +171,7 @@ async def test_a_client_that_leaves_while_it_sends_is_no_bug(kit, caplog):
             writer.write(head.encode() + b"{")
             await writer.drain()
             await asyncio.sleep(0.05)
-            writer.close()
+            await kit.leave(writer)
         await asyncio.sleep(0.1)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 

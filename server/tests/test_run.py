@@ -90,7 +90,7 @@ async def test_a_client_that_leaves_cancels_its_requests(kit, chat, when, n):
         if when == "in the stream":
             await asyncio.wait_for(reader.readuntil(b'"content":"Hel"'), LIMIT_S)
         assert not any(answer.cancelled.is_set() for answer in service.answers)
-        writer.close()
+        await kit.leave(writer)
         await until(lambda: all(answer.cancelled.is_set() for answer in service.answers))
 
 
@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_cancels_its_native_request(kit, streaming):
     async with kit.server(service) as address:
         _, writer = await post(address, "/generate", {"streaming": streaming})
         await until(lambda: service.answers and service.answers[0].said == len(kit.HELLO))
-        writer.close()
+        await kit.leave(writer)
         await until(lambda: service.answers[0].cancelled.is_set())
 
 
@@ -115,11 +115,11 @@ async def test_a_slow_reader_holds_its_own_request_back(kit, chat):
             other = await client.post(f"http://{address}{CHAT}", json=chat())
         assert other.status_code == 200
         assert service.answers[0].said < 500
-        writer.close()
+        await kit.leave(writer)
         await until(lambda: service.answers[0].cancelled.is_set())
 
 
-async def exchange(address: str, *pieces: bytes) -> bytes:
+async def exchange(kit, address: str, *pieces: bytes) -> bytes:
     """Send *pieces* as far as the server takes them and read what it answers until it closes."""
     reader, writer = await asyncio.open_connection(*address.split(":"))
     answer = asyncio.create_task(reader.read())
@@ -130,7 +130,7 @@ async def exchange(address: str, *pieces: bytes) -> bytes:
     try:
         return await asyncio.wait_for(answer, LIMIT_S)
     finally:
-        writer.close()
+        await kit.leave(writer)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def exchange(address: str, *pieces: bytes) -> bytes:
 async def test_a_huge_head_is_a_431(kit, pieces):
     """A30"""
     async with kit.server(kit.Service(kit.HELLO), max_head_bytes=1000) as address:
-        answer = await exchange(address, b"GET /health/live HTTP/1.1\r\n", *pieces)
+        answer = await exchange(kit, address, b"GET /health/live HTTP/1.1\r\n", *pieces)
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
         async with httpx.AsyncClient(base_url=f"http://{address}") as client:
@@ -160,7 +160,7 @@ async def test_a_huge_head_is_a_431(kit, pieces):
 
 async def test_what_is_no_http_is_a_400_of_the_contract(kit):
     async with kit.server(kit.Service(kit.HELLO)) as address:
-        answer = await exchange(address, b"hello?\r\n\r\n")
+        answer = await exchange(kit, address, b"hello?\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
 

@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_is_not_waited_for(kit):
         await writer.drain()
         while not (service.answers and service.answers[0].said):
             await asyncio.sleep(0.005)
-        writer.close()
+        await kit.leave(writer)
         async with asyncio.timeout(5):
             await service.answers[0].cancelled.wait()
         del reader

@@ -40,8 +40,10 @@ class Remote:
     def __init__(self):
         self.asked: list[tuple[str, str]] = []
         self.port = 0
+        self._serving = {}
 
     async def _serve(self, reader, writer):
+        self._serving[asyncio.current_task()] = writer
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = head.split(" ")[1]
@@ -50,6 +52,13 @@ class Remote:
             await self._answer(path, reader, writer)
             writer.close()
             await writer.wait_closed()
+
+    async def end(self):
+        """A connection that nobody closes outlives its loop: its socket is then some later test's garbage."""
+        for task, writer in self._serving.items():
+            task.cancel()
+            writer.transport.abort()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _answer(self, path, reader, writer):
         def reply(status, body=b"", *headers):
@@ -98,6 +107,7 @@ async def remote():
     server.port = listener.sockets[0].getsockname()[1]
     yield server
     listener.close()
+    await server.end()
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_gives_its_decoder_back(kit):
             writer.write(head.encode() + b"\r\n\r\n" + body)
             await writer.drain()
             await asyncio.sleep(0.1)
-            writer.close()
+            await kit.leave(writer)
         async with httpx.AsyncClient(base_url=f"http://{address}", timeout=30) as client:
             reply = await client.post(
                 "/generate", json={"text": "x", "files": [{"data": base64_of(image_file("PNG"))}]}
