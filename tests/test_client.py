@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+import mstar.client
 from mstar.client import AsyncClient, Client, Result
 from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.processor import ArrayDelta, AudioDelta, FramesDelta, TextDelta
@@ -106,6 +107,20 @@ def expected(key: str, text: str = "", stream: str = "text", **knobs: Any) -> An
 
 
 # --- whole answers and streams ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Client", "Stream", "Live"])
+def test_the_clients_are_twins(name: str) -> None:
+    """Both are written by hand, over the same modules: what has to be awaited reads better so than what is derived."""
+
+    def members(kind: type) -> dict[str, str]:
+        public = {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
+        signs = {name: str(inspect.signature(value)) for name, value in public.items() if callable(value)}
+        return {name: signs.get(name, "property").replace("Async", "") for name in public}
+
+    found = members(getattr(mstar.client, name))
+    assert "close" in found
+    assert found == members(getattr(mstar.client, f"Async{name}"))
 
 
 def test_text(client: Any) -> None:

@@ -180,6 +180,17 @@ async def test_the_port_is_open_while_models_load(kit, chat):
     assert service.stopped
 
 
+async def test_a_long_start_says_what_it_waits_for(kit, monkeypatch, caplog):
+    monkeypatch.setattr("mstar_server.run.TELL_S", 0.01)
+    caplog.set_level("INFO", "mstar.server")
+    quick, slow = kit.Service(kit.HELLO, key="quick"), kit.Service(kit.HELLO)
+    slow.phase = Phase(name="warmup", detail="compiling")
+    async with kit.server(quick, slow):
+        await until(lambda: "not ready yet (tiny: warmup, compiling)" in caplog.messages)
+        slow.started.set()
+        await until(lambda: any(message.startswith("ready on") for message in caplog.messages))
+
+
 @contextlib.asynccontextmanager
 async def ready_server(kit, service, **options):
     """A ready server's task and a client of it."""

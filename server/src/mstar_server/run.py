@@ -36,6 +36,9 @@ log = logging.getLogger("mstar.server")
 FLUSH_S = 5
 """How long connections may take to send out what was answered, once all requests have ended."""
 
+TELL_S = 5.0
+"""How often a start says what it waits for."""
+
 
 def serve(
     services: Mapping[str, Service],
@@ -70,20 +73,22 @@ async def serve_async(
         log.warning("no API key is asked for: whoever reaches %s may use this server", options.host)
     server = _Server(_uvicorn_config(app, options))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    host, port = listener.getsockname()[:2]
     starting = asyncio.create_task(_start_all(services))
+    telling = asyncio.create_task(_tell_phases(app.state.mstar.resident))
     stopping = asyncio.create_task(server.stop_asked.wait())
     try:
         await asyncio.wait((serving, starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done() and not serving.done():
+            telling.cancel()
             starting.result()  # raises what kept a model from starting
-            host, port = listener.getsockname()[:2]
             log.info("ready on http://%s:%d: %s", host, port, ", ".join(services))
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await _drain(app, services, server, options.drain_s)
     finally:
-        starting.cancel()
-        stopping.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
+        for task in (starting, stopping, telling):
+            task.cancel()
+        await asyncio.gather(starting, stopping, telling, return_exceptions=True)
         try:
             await _stop_all(services)
         finally:
@@ -122,6 +127,16 @@ async def _start_all(services: Mapping[str, Service]) -> None:
     except* SetupError as errors:
         first, *others = _leaves(errors)
         raise SetupError("\n".join(map(str, (first, *others)))) if others else first from None
+
+
+async def _tell_phases(services: Mapping[str, Service]) -> None:
+    """Say every few seconds what a start still waits for: weights and compilers take their time."""
+    while True:
+        await asyncio.sleep(TELL_S)
+        waiting = {key: service.phase for key, service in services.items() if service.phase.name != "ready"}
+        told = (f"{key}: {phase.name}{f', {phase.detail}' if phase.detail else ''}" for key, phase in waiting.items())
+        if waiting:
+            log.info("not ready yet (%s)", "; ".join(told))
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -105,7 +105,7 @@ class AsyncClient(Base):
         """
         talk = Conversation(live)
         opening = talk.opening(model or self.model, text, files, want, session, stop, knobs)
-        return await self._again(lambda: AsyncLive.connect(self, talk, opening, max_in_flight))
+        return await self._again(lambda: AsyncLive._connect(self, talk, opening, max_in_flight))
 
     # --- one kind of answer ------------------------------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class AsyncLive:
         self._socket: ClientConnection
 
     @classmethod
-    async def connect(
+    async def _connect(
         cls, client: AsyncClient, talk: Conversation, opening: bytes, max_in_flight: int | None
     ) -> AsyncLive:
         """What :meth:`AsyncClient.open` returns."""
