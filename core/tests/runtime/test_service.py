@@ -82,6 +82,45 @@ async def test_take_joins_what_is_there() -> None:
         assert answer.finish_reason == "stop"
 
 
+async def test_take_gives_what_came_before_a_fault_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = FakeRenderer.feed
+
+    def faulty(self: FakeRenderer, event: Any) -> Any:
+        if event.seq == 2:
+            raise ZeroDivisionError
+        return feed(self, event)
+
+    monkeypatch.setattr(FakeRenderer, "feed", faulty)
+    async with running() as service:
+        answer = await service.generate(counting(100))
+        await nothing_runs(service)
+        assert len(await answer.take()) == 1  # two numbers a piece
+        with pytest.raises(ZeroDivisionError):
+            await answer.take()
+        assert await answer.take() == []
+
+
+async def test_a_listener_is_told_of_what_is_there_and_of_what_comes() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        woken = asyncio.Event()
+        answer.listen(woken.set)
+        assert not woken.is_set()
+        assert answer.take_now() == []
+        await answer.push("in", np.arange(2), end=True)
+        said = []
+        async with asyncio.timeout(10):
+            while (deltas := answer.take_now()) is not None:
+                said += deltas
+                if not deltas:
+                    woken.clear()
+                    await woken.wait()
+        assert [list(delta.data) for delta in said if isinstance(delta, ArrayDelta)] == [[0, 1]]
+        woken.clear()
+        answer.listen(woken.set)
+        assert woken.is_set()  # at its end: there is something to learn
+
+
 async def test_first_waits_and_loses_nothing() -> None:
     async with running() as service:
         answer = await service.generate(counting(4))
