@@ -24,7 +24,7 @@ from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.origin import describe, family_fault
 from mstar.spec.processor import Prepared, Processor, ProcessorContext, Renderer
-from mstar.spec.request import Cancel, Done, Event, Failed, Push
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push
 from mstar.spec.tasks import Task
 
 if TYPE_CHECKING:
@@ -272,6 +272,10 @@ class Service:
         answers = self._answers
         for event in events:
             answer = answers.get(event.id)
+            if type(event) is Emit:  # nearly all are
+                if answer is not None:
+                    answer.deliver(event)
+                continue
             if isinstance(event, Failed) and event.code == "timeout" and event.id in self._limits:
                 event = self._timed_out(event.id)  # with the whole time, preparation included
             if answer is not None:
