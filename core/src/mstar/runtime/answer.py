@@ -39,6 +39,11 @@ def request_error(failed: Failed) -> RequestError:
     return error
 
 
+_ACK_AT_ONCE = 16
+"""… and how many of one stream are told at once: so that a fast one, whose worker may be only so far ahead of it, does
+not wait."""
+
+
 class Acks:
     """Tells the worker what clients have taken, in batches (back-pressure)."""
 
@@ -52,7 +57,9 @@ class Acks:
         if not taken:
             self._loop.call_later(_ACK_DELAY_S, self._flush)
         key = (request, stream)
-        taken[key] = taken.get(key, 0) + 1
+        items = taken[key] = taken.get(key, 0) + 1
+        if items == _ACK_AT_ONCE:
+            self._flush()
 
     def _flush(self) -> None:
         taken, self._taken = self._taken, {}
