@@ -65,6 +65,16 @@ async def test_an_answer_from_start_to_end(executor: str) -> None:
         assert [delta async for delta in answer] == []
 
 
+@pytest.mark.parametrize(("executor", "warmed"), [("inline", 0), ("processes", 1)])
+async def test_a_processor_warms_up_beside_a_worker_in_its_own_process(
+    executor: str, warmed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm: list[FakeProcessor] = []
+    monkeypatch.setattr(FakeProcessor, "warm", lambda self: warm.append(self))
+    async with running(executor=executor) as service:
+        assert warm == [service.processor] * warmed
+
+
 async def test_answers_do_not_mix() -> None:
     async with running() as service:
         answers = await asyncio.gather(*(service.generate(counting(n)) for n in range(20)))
@@ -145,6 +155,12 @@ async def test_a_client_that_does_not_read_slows_its_request() -> None:
         assert await text(await service.generate(counting(50))) != ""  # the other one is not held up
         assert (await service.status())["sent"] == {"slow": 4}
         assert (await text(slow)).split() == [str(i) for i in range(50)]
+
+
+async def test_what_is_taken_fast_is_acknowledged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mstar.runtime.answer._ACK_DELAY_S", 3600.0)
+    async with running(model_kwargs={"window": 32}) as service, asyncio.timeout(10):
+        assert len((await text(await service.generate(counting(320)))).split()) == 320
 
 
 async def test_a_stop_string_ends_the_answer_and_the_request() -> None:

@@ -143,7 +143,10 @@ class Service:
         try:
             options = read_options(self.spec.options, config.deployment.model_kwargs)
             context = ProcessorContext(self.spec, weights, options)
-            self._processor = load_object(self.spec.processor)(context)
+            processor: Processor = load_object(self.spec.processor)(context)
+            if not self._executor.in_process:
+                processor.warm()
+            self._processor = processor
         except SetupError:
             raise
         except Exception as error:
