@@ -243,12 +243,12 @@ def main(words: Sequence[str]) -> None:
         server = Served(serve_mstar, arguments.profile)
         server.wait("/health/ready")
         for number in streams:
-            print(number, measure(server, number, arguments.tokens))
+            print(number, measure(server, number, max(2, arguments.tokens)))
         server.end()
         return
     facts = environment(("fastapi", "starlette", "uvicorn", "uvloop", "httptools"))
     # with few streams, more tokens: a round should last
-    counts = [arguments.tokens * max(1, min(16, 256 // n)) for n in streams]
+    counts = [max(2, arguments.tokens * max(1, min(16, 256 // n))) for n in streams]
     results = [compare(n, count, rounds, arguments.before) for n, count in zip(streams, counts, strict=True)]
     names = [name for name in ("mstar", "before", "bare", "offline") if name in results[0]]
     rows = [{"streams": result["streams"], "server": name, **result[name]} for result in results for name in names]
