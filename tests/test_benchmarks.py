@@ -250,5 +250,5 @@ def test_the_http_path_loses_no_stream() -> None:
     run = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
     assert run.returncode == 0, run.stderr
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
-    lost = {row[1]: row[4] for row in rows if row[1] in ("mstar", "bare", "offline")}
+    lost = {row[1]: row[5] for row in rows if row[1] in ("mstar", "bare", "offline")}
     assert lost == {"mstar": "0", "bare": "0", "offline": "0"}

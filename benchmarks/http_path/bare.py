@@ -6,6 +6,7 @@ A chunk has the fields of a chat's, and is encoded whole for each event, as serv
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -39,6 +40,7 @@ async def chat(body: Body) -> StreamingResponse:
 
 async def _events(body: Body) -> AsyncIterator[bytes]:
     created = int(time.time())
+    step_s = float(os.environ.get("HTTP_COST_STEP_S", "0"))
     for number in range(body.max_tokens):
         delta = {"content": chr(97 + number % 26)}
         chunk = {
@@ -49,11 +51,12 @@ async def _events(body: Body) -> AsyncIterator[bytes]:
             "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}],
         }
         yield b"data: " + _encode(chunk) + b"\n\n"
-        await asyncio.sleep(0)  # every stream gets its turn
+        await asyncio.sleep(step_s)  # 0: every stream gets its turn
     yield b"data: [DONE]\n\n"
 
 
-def serve_bare(listener: socket.socket) -> None:
-    """Serve on *listener* until the process is ended."""
+def serve_bare(port: int) -> None:
+    """Serve until the process is ended."""
+    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
     config = uvicorn.Config(app, http="httptools", log_config=None, access_log=False, lifespan="off")
     asyncio.Runner(loop_factory=uvloop.Loop).run(uvicorn.Server(config).serve(sockets=[listener]))

@@ -69,11 +69,16 @@ async def _load(port: int, streams: int, tokens: int, model: str, path: str) -> 
     return opened
 
 
-def load(port: int, streams: int, tokens: int, model: str, path: str = "/v1/chat/completions") -> dict[str, Any]:
-    """*streams* at once, each of *tokens* events. ``lost``: streams without an end, or with an event too few."""
+def load(
+    port: int, streams: int, tokens: int, model: str, times: int = 1, path: str = "/v1/chat/completions"
+) -> dict[str, Any]:
+    """*streams* at once, each of *tokens* events, *times* in a row. ``lost``: streams without an end, or with an event
+    too few."""
+    found: list[Stream] = []
     began = time.monotonic()
     with asyncio.Runner(loop_factory=uvloop.Loop) as runner:
-        found = runner.run(_load(port, streams, tokens, model, path))
+        for _ in range(times):
+            found += runner.run(_load(port, streams, tokens, model, path))
     whole = [stream for stream in found if stream.complete and stream.events >= tokens]
     return {
         "seconds": max(stream.ended for stream in found) - began,

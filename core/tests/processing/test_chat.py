@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mstar.processing.chat import TextProcessor
 from mstar.processing.tokenizer import ChatTemplate, TextTokenizer
+from mstar.resources.grammars import GrammarCompiler
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec
@@ -58,6 +59,19 @@ def chat(*contents: Any, knobs: dict[str, Any] | None = None, **task: Any) -> Ch
 def test_nothing_here_imports_torch() -> None:
     code = "import sys, mstar.processing.chat; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("abilities", "loads"), [(("chat",), True), (("transcription",), False)])
+def test_what_constraints_need_is_loaded_at_the_start_where_clients_may_use_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, abilities: tuple[str, ...], loads: bool
+) -> None:
+    loaded: list[GrammarCompiler] = []
+    monkeypatch.setattr(GrammarCompiler, "load", lambda self: loaded.append(self))
+    spec = replace(SPEC, abilities=abilities)
+    ours = TextProcessor(ProcessorContext(spec, folder, TextOptions()))
+    assert not loaded
+    ours.warm()
+    assert loaded == ([ours.grammars] if loads else [])
 
 
 def test_rendering_equals_transformers(folder: Path) -> None:

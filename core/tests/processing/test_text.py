@@ -142,6 +142,19 @@ def render(renderer: TextRenderer, ids: Sequence[int], size: int, logprobs: bool
     return [*deltas, *renderer.finish(None if renderer.finished else Done(id="r", reason="length"))]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, BYTES.get_vocab_size() - 1), max_size=60), st.integers(1, 7))
+def test_an_answer_without_stop_strings_is_rendered_like_one_whose_stop_string_never_comes(
+    ids: list[int], size: int
+) -> None:
+    hidden = ids[:1]
+    free = TextRenderer(decode(BYTES), hidden=hidden)
+    watched = TextRenderer(decode(BYTES), stop=("\0 never \0",), hidden=hidden)
+    # a stop string's first character would be held back
+    whole = [i for i in ids if "\0" not in BYTES.decode([i])]
+    assert render(free, whole, size) == render(watched, whole, size)
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_rendering_passes_on_all_text_tokens_and_logprobs(size: int) -> None:
     ids = BYTES.encode("".join(TEXTS)).ids

@@ -66,6 +66,16 @@ async def test_an_answer_from_start_to_end(executor: str) -> None:
         assert [delta async for delta in answer] == []
 
 
+@pytest.mark.parametrize(("executor", "warmed"), [("inline", 0), ("processes", 1)])
+async def test_a_processor_warms_up_beside_a_worker_in_its_own_process(
+    executor: str, warmed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm: list[FakeProcessor] = []
+    monkeypatch.setattr(FakeProcessor, "warm", lambda self: warm.append(self))
+    async with running(executor=executor) as service:
+        assert warm == [service.processor] * warmed
+
+
 async def test_answers_do_not_mix() -> None:
     async with running() as service:
         answers = await asyncio.gather(*(service.generate(counting(n)) for n in range(20)))
@@ -81,6 +91,45 @@ async def test_take_joins_what_is_there() -> None:
         assert len(deltas) == 50
         assert await answer.take() == []
         assert answer.finish_reason == "stop"
+
+
+async def test_take_gives_what_came_before_a_fault_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = FakeRenderer.feed
+
+    def faulty(self: FakeRenderer, event: Any) -> Any:
+        if event.seq == 2:
+            raise ZeroDivisionError
+        return feed(self, event)
+
+    monkeypatch.setattr(FakeRenderer, "feed", faulty)
+    async with running() as service:
+        answer = await service.generate(counting(100))
+        await nothing_runs(service)
+        assert len(await answer.take()) == 1  # two numbers a piece
+        with pytest.raises(ZeroDivisionError):
+            await answer.take()
+        assert await answer.take() == []
+
+
+async def test_a_listener_is_told_of_what_is_there_and_of_what_comes() -> None:
+    async with running() as service:
+        answer = await service.generate(live())
+        woken = asyncio.Event()
+        answer.listen(woken.set)
+        assert not woken.is_set()
+        assert answer.take_now() == []
+        await answer.push("in", np.arange(2), end=True)
+        said = []
+        async with asyncio.timeout(10):
+            while (deltas := answer.take_now()) is not None:
+                said += deltas
+                if not deltas:
+                    woken.clear()
+                    await woken.wait()
+        assert [list(delta.data) for delta in said if isinstance(delta, ArrayDelta)] == [[0, 1]]
+        woken.clear()
+        answer.listen(woken.set)
+        assert woken.is_set()  # at its end: there is something to learn
 
 
 async def test_first_waits_and_loses_nothing() -> None:
@@ -107,6 +156,12 @@ async def test_a_client_that_does_not_read_slows_its_request() -> None:
         assert await text(await service.generate(counting(50))) != ""  # the other one is not held up
         assert (await service.status())["sent"] == {"slow": 4}
         assert (await text(slow)).split() == [str(i) for i in range(50)]
+
+
+async def test_what_is_taken_fast_is_acknowledged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mstar.runtime.answer._ACK_DELAY_S", 3600.0)
+    async with running(model_kwargs={"window": 32}) as service, asyncio.timeout(10):
+        assert len((await text(await service.generate(counting(320)))).split()) == 320
 
 
 async def test_a_stop_string_ends_the_answer_and_the_request() -> None:

@@ -8,15 +8,15 @@ client leaves or cancels, whatever the route does.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from mstar.spec.processor import Delta
 from mstar.spec.tasks import Task
 from mstar_server.exchange import current
-from mstar_server.protocols import Answer, Service
+from mstar_server.protocols import Answer, Service, Takeable
 
 __all__ = ["Merged", "begin", "cancel", "start"]
 
@@ -66,8 +66,51 @@ def cancel(answers: Sequence[Answer]) -> None:
             answer.cancel("cancelled")
 
 
+class _Pumped:
+    """The deltas of an answer that can only be iterated, taken without waiting."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+        self._room = asyncio.Event()
+        self._wake: Callable[[], None] | None = None
+        self._task = asyncio.ensure_future(self._pump())
+
+    async def _pump(self) -> None:
+        try:
+            async for delta in self._answer:
+                self._deltas.append(delta)
+                self._call()
+                if len(self._deltas) >= QUEUED_DELTAS:
+                    self._room.clear()
+                    await self._room.wait()
+        except Exception as error:  # carried over to the reader
+            self._error = error
+        self._call()
+
+    def _call(self) -> None:
+        if self._wake is not None:
+            self._wake()
+
+    def take_now(self) -> list[Delta] | None:
+        if deltas := self._deltas:
+            self._deltas = []
+            self._room.set()
+            return deltas
+        if self._error is not None:
+            raise self._error
+        return None if self._task.done() else []
+
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        self._wake = wake
+        if wake is None:
+            self._task.cancel()
+
+
 class Merged:
-    """The deltas of one or more answers in order of arrival, as pairs (which answer, delta).
+    """The deltas of one or more answers as pairs (which answer, delta), in order of arrival; what has come of one
+    answer since the last look stays together.
 
     An answer's end is the pair (which, ``None``). An answer that fails raises its error and ends them all. Close it
     when done: what still runs is cancelled.
@@ -75,34 +118,35 @@ class Merged:
 
     def __init__(self, answers: Sequence[Answer]):
         self.answers = answers
-        self._head: deque[tuple[int, Any]] = deque()
-        self._queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(QUEUED_DELTAS)
+        self._loop = asyncio.get_running_loop()
+        self._head: list[tuple[int, Delta | None]] = []
+        self._error: Exception | None = None
         self._open = len(answers)
-        self._pumps = [asyncio.ensure_future(self._pump(i, answer)) for i, answer in enumerate(answers)]
+        self._ready: dict[int, None] = {}  # answers that may have something, in the order in which they said so
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._until = 0.0
+        self._sources = [each if isinstance(each, Takeable) else _Pumped(each) for each in answers]
+        for which, source in enumerate(self._sources):
+            source.listen(partial(self._wake, which))
 
-    async def _pump(self, which: int, answer: Answer) -> None:
-        put = self._queue.put
-        try:
-            async for delta in answer:
-                await put((which, delta))
-        except Exception as error:  # carried over to the consumer, which raises it
-            await put((which, error))
-        else:
-            await put((which, None))
+    def _wake(self, which: int) -> None:
+        self._ready[which] = None
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     async def begin(self, seconds: float) -> None:
         """Wait until every answer has said something, at most *seconds*; raises the error of one that failed."""
         silent = set(range(len(self.answers)))
-        try:
-            async with asyncio.timeout(seconds):
-                while silent and len(self._head) < QUEUED_DELTAS:
-                    which, item = await self._queue.get()
-                    if isinstance(item, Exception):
-                        raise item
-                    self._head.append((which, item))
-                    silent.discard(which)
-        except TimeoutError:
-            return
+        until = self._loop.time() + seconds
+        while True:
+            self._collect()
+            silent.difference_update(which for which, _ in self._head)
+            if silent and self._error is not None:
+                raise self._error
+            if not silent or len(self._head) >= QUEUED_DELTAS or not await self._wait(until):
+                return
 
     @property
     def done(self) -> bool:
@@ -114,31 +158,74 @@ class Merged:
 
         In batches, so that whoever sends them yields to the event loop, and learns of a disconnect, between two sends.
         """
-        head, queue = self._head, self._queue
-        if not head and queue.empty():
-            try:
-                async with asyncio.timeout(seconds):
-                    head.append(await queue.get())
-            except TimeoutError:
-                return []
-        while not queue.empty():
-            head.append(queue.get_nowait())
-        batch: list[tuple[int, Delta | None]] = []
-        while head:
-            pair = head[0]
-            if isinstance(pair[1], Exception):
-                if batch:
-                    break  # what came before the error is delivered first
-                raise pair[1]
-            batch.append(head.popleft())
-            if pair[1] is None:
+        self._collect()
+        if not (self._head or self._error):
+            until = None if seconds is None else self._loop.time() + seconds
+            while not (self._head or self._error):
+                if not await self._wait(until):
+                    return []
+                self._collect()
+        batch, self._head = self._head, []
+        if not batch and self._error is not None:
+            raise self._error  # what came before it has been delivered
+        for _, delta in batch:
+            if delta is None:
                 self._open -= 1
         return batch
 
+    def _collect(self) -> None:
+        """Take what is there. Rendering happens here, and what has been rendered is acknowledged to the worker: so
+        nothing is taken for a client that is not ready for more."""
+        while self._ready and self._error is None:
+            which = next(iter(self._ready))
+            try:
+                deltas = self._sources[which].take_now()
+            except Exception as error:
+                self._error = error
+                return
+            if deltas:
+                self._head += [(which, delta) for delta in deltas]
+                continue  # perhaps that was all of it
+            del self._ready[which]
+            if deltas is None:
+                self._head.append((which, None))
+                self._sources[which].listen(None)
+
+    async def _wait(self, until: float | None) -> bool:
+        """Until an answer may have something; false if that was not before *until*, in the loop's time."""
+        if self._ready:
+            return True
+        self._until = math.inf if until is None else until
+        if until is not None and (self._timer is None or self._timer.when() > until):
+            self._stop_timer()
+            self._timer = self._loop.call_at(until, self._on_time)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        return bool(self._ready)
+
+    def _on_time(self) -> None:
+        """One timer serves many waits, each of which only moves its end: most are over long before."""
+        self._timer = None
+        if self._waiter is None or self._until == math.inf:
+            return
+        if self._loop.time() < self._until:
+            self._timer = self._loop.call_at(self._until, self._on_time)
+        elif not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def close(self) -> None:
         """Cancel what has not ended. May be called more than once."""
-        for pump in self._pumps:
-            pump.cancel()
+        self._stop_timer()
+        for source in self._sources:
+            source.listen(None)
         cancel(self.answers)
 
 

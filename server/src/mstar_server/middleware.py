@@ -160,13 +160,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+        headers = Headers(scope=scope)
+        coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
             message = f"Content-Encoding {coding[:40]!r} is not supported: send the body as it is"
             error = RequestError(message, code="unsupported_content_encoding", status=415)
             await error_response(error, {"Accept-Encoding": "identity", "Connection": "close"})(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self.limit:
             error = RequestError(self._message(f" ({declared} bytes)"), code="too_large", status=413)
             await error_response(error, {"Connection": "close"})(scope, receive, send)

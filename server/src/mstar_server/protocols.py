@@ -5,8 +5,8 @@ Stated here as protocols, so that the server can be built and tested against any
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from mstar.cluster.base import Phase
 from mstar.runtime.watch import Watcher
@@ -15,7 +15,7 @@ from mstar.spec.processor import Delta, Processor
 from mstar.spec.request import Usage
 from mstar.spec.tasks import Task
 
-__all__ = ["Answer", "Registry", "Service"]
+__all__ = ["Answer", "Registry", "Service", "Takeable"]
 
 
 class Answer(Protocol):
@@ -59,6 +59,19 @@ class Answer(Protocol):
 
     def close(self) -> None:
         """Cancel it, if it has not ended: nobody reads it any more."""
+
+
+@runtime_checkable
+class Takeable(Protocol):
+    """What an answer has whose deltas can be taken without waiting: the engine's own have, others need not."""
+
+    def take_now(self) -> list[Delta] | None:
+        """All deltas that are there by now, possibly none; ``None`` at the end. Raises what the iterator would, when
+        what came before it has been taken."""
+
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """From now on call *wake* whenever there may be more for :meth:`take_now`; at once, if there is. ``None`` ends
+        it."""
 
 
 class Service(Protocol):

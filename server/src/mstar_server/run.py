@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -39,6 +40,10 @@ FLUSH_S = 5
 TELL_S = 5.0
 """How often a start says what it waits for."""
 
+YOUNG_OBJECTS = 5000
+"""How many objects the collector lets pile up before it looks for circles among them. With CPython's own 700, a quarter
+of the time of a server with 1,000 streams goes into it (benchmarks/NOTES.md)."""
+
 
 def serve(
     services: Mapping[str, Service],
@@ -56,14 +61,33 @@ def serve(
     later = {key: shelf.add(*facts) for key, facts in (on_demand or {}).items()}
     name_log_lines()
     listener = bind(options)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve_async({**services, **later}, registry, options, listener))
+    thresholds = gc.get_threshold()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve_async({**services, **later}, registry, options, listener, _settle))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _settle() -> None:
+    """Tune the collector of a process that does nothing but serve: what is there when all models are ready stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 async def serve_async(
-    services: Mapping[str, Service], registry: Registry, options: ServerOptions, listener: socket.socket
+    services: Mapping[str, Service],
+    registry: Registry,
+    options: ServerOptions,
+    listener: socket.socket,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """:func:`serve` on a running loop and an open *listener*, which is closed at the end."""
+    """:func:`serve` on a running loop and an open *listener*, which is closed at the end.
+
+    :param on_ready: called when all models have started.
+    """
     try:
         app = create_app(services, registry, options)
     except BaseException:
@@ -82,6 +106,7 @@ async def serve_async(
         if starting.done() and not serving.done():
             telling.cancel()
             starting.result()  # raises what kept a model from starting
+            on_ready()
             log.info("ready on http://%s:%d: %s", host, port, ", ".join(services))
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await _drain(app, services, server, options.drain_s)

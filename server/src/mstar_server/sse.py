@@ -36,6 +36,9 @@ class EventStream(StreamingResponse):
     """A streaming response that calls *on_close* however it ends: finished, failed, or left by the client.
 
     A generator alone cannot promise that: one that was never started has no ``finally`` to run.
+
+    It does not listen for the client itself, as its base class does with a task more for each response: whoever leaves
+    ends the exchange (:mod:`mstar_server.exchange`), and that cancels this.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, on_close: Callable[[], None]):
@@ -47,6 +50,6 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with contextlib.aclosing(self._chunks):
-                await super().__call__(scope, receive, send)
+                await self.stream_response(send)
         finally:
             self._on_close()

@@ -16,6 +16,7 @@ from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 __all__ = ["SingleWorkerExecutor"]
 
 _ENDS = (Done, Failed)
+_CONTROL = (PhaseReport, StatusReport, WorkerFailed)
 
 
 class SingleWorkerExecutor(Executor):
@@ -106,7 +107,7 @@ class SingleWorkerExecutor(Executor):
         """Take what the worker sent, in order."""
         events: list[Event] = []
         for report in reports:
-            if isinstance(report, PhaseReport | StatusReport | WorkerFailed):
+            if isinstance(report, _CONTROL):
                 self._take_control(report)
                 continue
             if report.id not in self._running:

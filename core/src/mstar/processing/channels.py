@@ -36,7 +36,7 @@ class ReasoningTags:
         return prompt.rstrip().endswith(self.begin)
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """Text of one kind; *end*: how many characters of the whole are settled with it, tags included.
 
@@ -76,6 +76,11 @@ class Channels:
         self._trim = thinking  # line breaks beside tags are part of the tags
         self._said = False
         self.finished: str | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether all is text, and goes out as it comes."""
+        return self._reasoning is None and self._tools is None and self._stops.none
 
     def push(self, piece: str) -> list[Piece]:
         """What *piece* settles."""

@@ -69,6 +69,10 @@ class Limits:
         return asked if asked is not None else min(self.default_max_tokens, room)
 
 
+_CONSTRAINED = frozenset({"chat", "completion"})
+"""Abilities whose routes take constraints."""
+
+
 @dataclass(frozen=True)
 class _Rendering:
     """What rendering an answer takes of its prompt: ids that are no part of the answer, and the prompt's last ids."""
@@ -116,6 +120,11 @@ class TextProcessor(Processor):
             self.tool_format = self.tool_format or tool_format_of(template.text)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
         self.grammars = GrammarCompiler(self.tokenizer.vocabulary, self.limits.vocab)
+
+    def warm(self) -> None:
+        """The library for constraints, where a client may ask for one: its import would hold up all running streams."""
+        if self.tokenizer.stop_ids and not _CONSTRAINED.isdisjoint(self.context.spec.abilities):
+            self.grammars.load()
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
         ids, param = self.prompt_ids(task)

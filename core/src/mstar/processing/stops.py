@@ -27,6 +27,11 @@ class StopStrings:
         self._stops, self._include = tuple(stops), include
         self._held = ""
 
+    @property
+    def none(self) -> bool:
+        """Whether there are no stop strings to find."""
+        return not self._stops
+
     def push(self, piece: str) -> tuple[str, bool]:
         """Text to pass on, and whether a stop string was found (then nothing more may be pushed)."""
         if not self._stops:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 
 from mstar.processing.channels import Channels, Piece
 from mstar.processing.stops import StopStrings
@@ -52,9 +51,11 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that *token* completes; may be empty."""
         self._window.append(token)
-        text = self._decode(self._window)
-        stable = _without_unfinished(text)
-        self._pending = len(stable) < len(text)
+        text = stable = self._decode(self._window)
+        self._pending = False
+        if text.endswith(_REPLACEMENT):
+            stable = _without_unfinished(text)
+            self._pending = len(stable) < len(text)
         # A tokenizer with byte fallback replaces a whole run of bytes while the run is broken: wait until it is whole.
         if not stable.startswith(self._shown):
             self._pending = True
@@ -72,7 +73,8 @@ class Detokenizer:
         text = self._decode(tokens)
         # Tokens without text of their own (special ones, a dropped space) are no left context: keep what is there.
         if text:
-            self._window, self._shown = tokens, _without_unfinished(text)
+            self._window = tokens
+            self._shown = _without_unfinished(text) if text.endswith(_REPLACEMENT) else text
             self._context = len(tokens) if clean else 0
 
     def finish(self) -> str:
@@ -113,6 +115,7 @@ class TextRenderer(Renderer):
     ):
         self._text = Detokenizer(decode)
         self._channels = channels or Channels(StopStrings(stop, include_stop))
+        self._free = self._channels.free
         self._hidden, self._stream = frozenset(hidden), stream
         self._decoded = self._released = 0  # characters
         self._unfinished: list[tuple[int, TokenLogprob | None]] = []
@@ -122,6 +125,8 @@ class TextRenderer(Renderer):
         if event.stream != self._stream or self.finished is not None:
             return ()
         reports: Sequence[TokenLogprob | None] = event.logprobs or [None] * len(event.data)
+        if self._free:
+            return self._all_of(event.data, reports)
         pieces: list[Piece] = []
         for token, report in zip(event.data, reports, strict=True):
             if token in self._hidden:
@@ -134,6 +139,23 @@ class TextRenderer(Renderer):
             if self.finished is not None:
                 break
         return self._deltas(pieces)
+
+    def _all_of(self, data: Sequence[int], reports: Sequence[TokenLogprob | None]) -> Sequence[Delta]:
+        """What :meth:`feed` gives where no channel holds anything back: most answers, and the most tokens a second."""
+        text, unfinished, detokenizer = "", self._unfinished, self._text
+        settled: list[tuple[int, TokenLogprob | None]] = []
+        for token, report in zip(data, reports, strict=True):
+            if token in self._hidden:
+                continue
+            unfinished.append((token, report))
+            text += detokenizer.push(token)
+            if not detokenizer.pending:
+                settled += unfinished
+                unfinished.clear()
+        if not (text or settled):
+            return ()
+        tokens = tuple([token for token, _ in settled])
+        return (TextDelta(text, tokens, tuple([r for _, r in settled if r is not None]), self._stream),)
 
     def finish(self, done: Done | None) -> Iterable[Delta]:
         if self.finished is not None:
@@ -155,25 +177,38 @@ class TextRenderer(Renderer):
         self.finished = self._channels.finished
         return pieces
 
-    def _deltas(self, pieces: Sequence[Piece]) -> Iterable[Delta]:
+    def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
         """One delta for neighbours of one kind. Tokens go with the piece that settles their text."""
-        for _, run in groupby(pieces, key=lambda piece: (piece.kind, piece.call)):
-            same = list(run)
+        deltas: list[Delta] = []
+        begin = 0
+        while begin < len(pieces):
+            first, end = pieces[begin], begin + 1
+            while end < len(pieces) and pieces[end].kind == first.kind and pieces[end].call == first.call:
+                end += 1
+            same, begin = pieces[begin:end], end
             self._released = same[-1].end
-            tokens, reports = [], []
-            while self._waiting and self._complete():
-                _, token, report = self._waiting.popleft()
-                tokens.append(token)
-                if report is not None:
-                    reports.append(report)
-            text = "".join(piece.text for piece in same)
-            if same[0].kind == "call":
+            tokens, reports = self._settled()
+            text = first.text if len(same) == 1 else "".join([piece.text for piece in same])
+            if first.kind == "call":
                 name = next((piece.name for piece in same if piece.name), "")
                 if text or name or tokens:
-                    yield ToolCallDelta(same[0].call, name, text, tuple(tokens), self._stream)
+                    deltas.append(ToolCallDelta(first.call, name, text, tokens, self._stream))
             elif text or tokens:
-                kind = TextDelta if same[0].kind == "text" else ReasoningDelta
-                yield kind(text, tuple(tokens), tuple(reports), self._stream)
+                kind = TextDelta if first.kind == "text" else ReasoningDelta
+                deltas.append(kind(text, tokens, reports, self._stream))
+        return deltas
+
+    def _settled(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """The waiting tokens whose text is out, and their reports."""
+        waiting, taken = self._waiting, []
+        if self.finished is None and self._decoded <= self._released:  # nothing is held back
+            taken = list(waiting)
+            waiting.clear()
+        else:
+            while waiting and self._complete():
+                taken.append(waiting.popleft())
+        tokens = tuple([token for _, token, _ in taken])
+        return tokens, tuple([report for _, _, report in taken if report is not None])
 
     def _complete(self) -> bool:
         """Whether the first waiting token's text is out: all of it, or at a stop string any of it."""

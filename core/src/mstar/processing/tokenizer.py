@@ -59,6 +59,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._user_text = UserText(self._tokenizer)
+        self._alone: dict[tuple[int, ...], str] = {}  # at most the vocabulary
         self.special_tokens = _special_tokens(self.config, read_json(folder, "special_tokens_map.json"))
         sources = _template_sources(folder, self.config)
         # compiled now: a broken template stops the start, not every request
@@ -107,7 +108,13 @@ class TextTokenizer:
         return self._user_text.encode(text, marks) if marks else self.encode(text, special=False)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        if len(ids) > 1 or not skip_special:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        # every token of every answer is decoded alone once, as the next one's left context
+        text = self._alone.get(tuple(ids))
+        if text is None:
+            text = self._alone[tuple(ids)] = str(self._tokenizer.decode(list(ids)))
+        return text
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Each of *ids* as the vocabulary writes it (``"Ġthe"``); the empty string for one that it lacks."""

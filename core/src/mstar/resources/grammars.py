@@ -1,7 +1,8 @@
 """Constraints compiled for a vocabulary, by xgrammar.
 
 Both sides use it: the processor to refuse an unsound constraint before anything is scheduled, the sampler to ask what
-may come next. The library is imported at the first constraint (it takes seconds, and imports torch and transformers).
+may come next. The library takes seconds to import, with torch and transformers, and holds up whatever else its process
+does meanwhile. That happens at the first constraint, or before (:meth:`GrammarCompiler.load`).
 
 Grammars are compiled without the masks of their states, which are made and kept as answers come to them: a schema with
 1000 properties compiles in a tenth of a second instead of 90 s, and the first mask of a state costs 2 ms at most.
@@ -116,7 +117,7 @@ class GrammarCompiler:
         :param seconds: the most that compiling and the first mask may take, the time to load the library not counted.
         :raises RequestError: it is unsound, uses what the library cannot do, allows nothing, or takes too long.
         """
-        self._loaded()
+        self.load()
         compiling = self.start(constraint, stop_ids)
         try:
             compiling.result(timeout=seconds)
@@ -176,6 +177,10 @@ class GrammarCompiler:
         matcher = GrammarMatcher(self._compile(constraint), override_stop_tokens=list(stop_ids))
         _fill(matcher, np.empty(-(-self._vocab // 32), np.int32))
         return matcher
+
+    def load(self) -> None:
+        """Import the library and give it the vocabulary, unless that has been done."""
+        self._loaded()
 
     def _loaded(self) -> XGrammarCompiler:
         with self._lock:

@@ -39,6 +39,11 @@ def request_error(failed: Failed) -> RequestError:
     return error
 
 
+_ACK_AT_ONCE = 16
+"""… and how many of one stream are told at once: so that a fast one, whose worker may be only so far ahead of it, does
+not wait."""
+
+
 class Acks:
     """Tells the worker what clients have taken, in batches (back-pressure)."""
 
@@ -52,7 +57,9 @@ class Acks:
         if not taken:
             self._loop.call_later(_ACK_DELAY_S, self._flush)
         key = (request, stream)
-        taken[key] = taken.get(key, 0) + 1
+        items = taken[key] = taken.get(key, 0) + 1
+        if items == _ACK_AT_ONCE:
+            self._flush()
 
     def _flush(self) -> None:
         taken, self._taken = self._taken, {}
@@ -103,6 +110,8 @@ class Answer:
         self._rendered: Mapping[str, int] = {}  # what the event rendered last had heard
         self._sent = _items_along(prepared)
         self._waiter: asyncio.Future[None] | None = None
+        self._wake: Callable[[], None] | None = None
+        self._fault: Exception | None = None  # what is raised when all deltas before it have been taken
         self._heard = False
         self._ended = False
         self._push_order = asyncio.Lock()
@@ -115,9 +124,14 @@ class Answer:
         self._inbox.append(event)
         if self._watched is not None:
             self._watched.watch.heard(event)
+        self._call_reader()
+
+    def _call_reader(self) -> None:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        if self._wake is not None:
+            self._wake()
 
     # --- to the client ---------------------------------------------------------------------------------------------
 
@@ -126,6 +140,7 @@ class Answer:
 
     async def __anext__(self) -> Delta:
         while not self._deltas:
+            self._raise_fault()
             if self._ended:
                 raise StopAsyncIteration
             await self._advance()
@@ -134,15 +149,37 @@ class Answer:
 
     async def take(self) -> list[Delta]:
         """All deltas that are there by now, after waiting for the first; an empty list at the end."""
-        while not self._deltas and not self._ended:
-            await self._advance()
-        while self._inbox and not self._ended and not isinstance(self._inbox[0], Failed):
-            self._process(self._inbox.popleft())
+        while (deltas := self.take_now()) is not None:
+            if deltas:
+                return deltas
+            await self._wait()
+        return []
+
+    def take_now(self) -> list[Delta] | None:
+        """All deltas that are there by now, possibly none; ``None`` at the end. Raises what the iterator would, when
+        what came before it has been taken."""
+        if not self._deltas:
+            self._raise_fault()
+        try:
+            while self._inbox and not self._ended:
+                self._process(self._inbox.popleft())
+        except Exception as error:
+            if not self._deltas:
+                raise
+            self._fault = error
+        if not self._deltas:
+            return None if self._ended else []
         deltas = [delta for delta, _ in self._deltas]
-        if deltas:
-            self.heard = self._deltas[-1][1]
-            self._deltas.clear()
+        self.heard = self._deltas[-1][1]
+        self._deltas.clear()
         return deltas
+
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """From now on call *wake* whenever there may be more for :meth:`take_now`; at once, if there is. For readers of
+        several answers; ``None`` ends it."""
+        self._wake = wake
+        if wake is not None and (self._inbox or self._deltas or self._ended):
+            wake()
 
     @property
     def follow(self) -> Task | None:
@@ -190,8 +227,8 @@ class Answer:
         """Cancel the request and drop what it has not delivered: nobody reads it any more."""
         self._leave()
         self._deltas.clear()
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._fault = None
+        self._call_reader()
 
     async def aclose(self) -> None:
         """:meth:`close`, for ``contextlib.aclosing``."""
@@ -215,14 +252,23 @@ class Answer:
 
     async def _advance(self) -> None:
         """Process one event, waiting for it if need be."""
+        await self._wait()
+        if self._inbox:  # else: closed meanwhile
+            self._process(self._inbox.popleft())
+
+    async def _wait(self) -> None:
+        """Until there is an event, or the answer is closed."""
         if not self._inbox:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._inbox:  # else: closed meanwhile
-            self._process(self._inbox.popleft())
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
 
     def _process(self, event: Event) -> None:
         self._heard = True

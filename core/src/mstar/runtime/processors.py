@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["load_processor", "present_processor"]
 
 
-def load_processor(spec: ModelSpec, deployment: Deployment, weights: Path | None) -> Processor:
+def load_processor(spec: ModelSpec, deployment: Deployment, weights: Path | None, *, warm: bool = False) -> Processor:
     """*spec*'s processor. Takes its time: call it in a thread.
 
-    :param weights: the folder that has them. :raises SetupError: it cannot be made.
+    :param weights: the folder that has them. :param warm: with what it would otherwise load at a first request.
+    :raises SetupError: it cannot be made.
     """
     try:
         options = read_options(spec.options, deployment.model_kwargs)
         made: Processor = load_object(spec.processor)(ProcessorContext(spec, weights, options))
+        if warm:
+            made.warm()
     except SetupError:
         raise
     except Exception as error:

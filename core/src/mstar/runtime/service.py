@@ -23,7 +23,7 @@ from mstar.runtime.watch import Watched, Watcher
 from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.processor import Prepared, Processor, Renderer
-from mstar.spec.request import Cancel, Done, Event, Failed, Push
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push
 from mstar.spec.tasks import Task
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Service:
     def _load_processor(self) -> None:
         config = self.config
         weights = Path(config.weights) if config.weights is not None else None
-        self._processor = load_processor(self.spec, config.deployment, weights)
+        self._processor = load_processor(self.spec, config.deployment, weights, warm=not self._executor.in_process)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -270,6 +270,10 @@ class Service:
         answers = self._answers
         for event in events:
             answer = answers.get(event.id)
+            if type(event) is Emit:  # nearly all are
+                if answer is not None:
+                    answer.deliver(event)
+                continue
             if isinstance(event, Failed) and event.code == "timeout" and event.id in self._limits:
                 event = self._timed_out(event.id)  # with the whole time, preparation included
             if answer is not None:

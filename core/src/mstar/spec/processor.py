@@ -276,6 +276,10 @@ class Processor(abc.ABC):
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         """A fresh renderer for one request."""
 
+    def warm(self) -> None:
+        """Load what else the first request of some kind would wait for. Called once, in a thread, while a worker starts
+        in a process of its own: never by commands that only look at a model."""
+
     def voices(self) -> Sequence[Voice]:
         """The voices that the model brings. A request that names none gets the model's default."""
         return ()

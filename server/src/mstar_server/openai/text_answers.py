@@ -161,11 +161,11 @@ async def stream(merged: Merged, chunks: Chunks, keepalive_s: float) -> AsyncGen
         while not merged.done:
             batch = await merged.next_batch(keepalive_s)
             encode = partial(_encode, chunks, batch, merged.answers)
-            if data := (await asyncio.to_thread(encode) if chunks.heavy else encode()):
+            data = await asyncio.to_thread(encode) if chunks.heavy else encode()
+            if merged.done:
+                data += chunks.usage(merged.answers) + DONE
+            if data:
                 yield data
-        if data := chunks.usage(merged.answers):
-            yield data
-        yield DONE
     except Exception as error:  # the status line is out: the error becomes the stream's last event
         yield data_event(error_event(as_request_error(error)))
 
