@@ -22,6 +22,7 @@ from mstar.nn.config import read_config
 from mstar.nn.model import BuildContext, Demand, Model, Outcome, Run
 from mstar.nn.node import Node
 from mstar.patterns.shapes import DecoderShape, answer_tokens
+from mstar.spec.errors import WeightsError
 from mstar.spec.graph import (
     CLIENT,
     Call,
@@ -73,6 +74,12 @@ class Whisper(Model):
         self.config = WhisperConfig.from_hf(read_config(context.weights))
         assert context.weights is not None
         self.tokens = WhisperTokens.read(context.weights)
+        for layer, head in self.tokens.alignment_heads:
+            if layer >= self.config.decoder_layers or head >= self.config.decoder_heads:
+                raise WeightsError(
+                    f"generation_config.json: alignment_heads has head {head} of layer {layer}; the decoder has "
+                    f"{self.config.decoder_layers} layers of {self.config.decoder_heads} heads"
+                )
 
     # --- graph --------------------------------------------------------------------------------------------------------
     def graph(self) -> Graph:
