@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar.cli.graph_facts import graph_facts
+from mstar.cli.graph_svg import draw
 from mstar.processing.tokenizer import TextTokenizer
 from mstar.resources.base import Owner
 from mstar.spec.errors import RequestError
@@ -301,3 +303,13 @@ def test_other_steps_hear_the_same(folder: Path, asr: Any, monkeypatch: pytest.M
         if (number + 1) * every % 8 == 0 or number == len(media) - 1:
             torch.testing.assert_close(part, exact[first : first + len(part)], atol=1e-5, rtol=1e-4)
     driver.assert_empty()
+
+
+def test_the_graph_shows_what_is_a_draft(driver: Driver) -> None:
+    plan, deployment = driver.worker.plan, driver.worker.config.deployment
+    specs = {name: resource.spec for name, resource in driver.worker.resources.items()}
+    facts = graph_facts("qwen3_asr", plan.graph, specs, deployment)
+    answer = facts["walks"]["answer"]
+    assert (answer["kind"], answer["resources"]) == ("draft", ["kv", "positions"])
+    assert answer["body"]["parts"][0]["entry"] == "join"
+    assert "draft, taken back from kv, positions" in draw(facts)
