@@ -145,19 +145,23 @@ class Reference:
             torch.cuda.empty_cache()
 
 
-def compare(reference: Reference, answers: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """Count the tokens that are not float32's choice, and those of them that rounding does not explain."""
+def compare(reference: Any, answers: Sequence[tuple[Any, list[int]]], length: int = NEW_TOKENS) -> dict[str, Any]:
+    """Count the tokens that are not float32's choice, and those of them that rounding does not explain.
+
+    :param reference: a :class:`Reference`, or what has its ``logits`` for another kind of prompt. :param length: of
+        each answer.
+    """
     tokens = other = 0
     gaps: list[Tensor] = []
     squares: list[Tensor] = []
     for prompt, answer in answers:
-        if len(answer) != NEW_TOKENS:
-            raise AssertionError(f"{len(answer)} tokens instead of {NEW_TOKENS}")
+        if len(answer) != length:
+            raise AssertionError(f"{len(answer)} tokens instead of {length}")
         exact, rounded = reference.logits(prompt, answer)
         chosen = exact.gather(1, torch.tensor(answer, device=exact.device).unsqueeze(1)).squeeze(1)
         gap = exact.amax(1) - chosen
         gaps.append(gap)
-        squares.append((exact - rounded).square().mean(1))
+        squares.append((exact - rounded).nan_to_num(0.0).square().mean(1))  # -inf: never allowed
         tokens += len(answer)
         other += int((gap > 0).sum())
     every = torch.cat(gaps)
