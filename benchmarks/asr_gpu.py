@@ -34,12 +34,12 @@ from gpu.floors import copy_bandwidth, gemm_rate
 from gpu.report import write
 from gpu.timeline import profile_steps
 from msgspec import structs
-from mstar_asr.whisper.request import CONTEXT, WINDOW, window_prompt, window_request
-from mstar_asr.whisper.tokens import WhisperTokens
 
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
+from mstar_asr.whisper.request import CONTEXT, WINDOW, window_prompt, window_request
+from mstar_asr.whisper.tokens import WhisperTokens
 
 CLIP_S = 30.0
 TOKENS = 110
