@@ -68,7 +68,8 @@ class Encoder(Node):
     def encode(self, features: Tensor) -> Tensor:
         """*features* float32 ``[rows, mels, 3000]`` → ``[rows, 1500, hidden]``."""
         x = F.gelu(self.conv1(features.to(self.conv1.weight.dtype)))
-        x = F.gelu(self.conv2(x)).transpose(1, 2) + self.embed_positions.weight
+        # contiguous: a sum takes its layout from what is summed, and so would each layer's
+        x = F.gelu(self.conv2(x)).transpose(1, 2).contiguous() + self.embed_positions.weight
         for layer in self.layers:
             x = layer(x)
         return self.layer_norm(x)  # type: ignore[no-any-return]
