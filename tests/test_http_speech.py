@@ -223,6 +223,7 @@ def test_what_cannot_be_spoken_is_no_error_of_the_server(server: Server, text: s
     ],
 )
 def test_wrong_requests_name_the_field(server: Server, wrong: dict[str, Any], param: str) -> None:
+    """C9, D1, D2, D5, D6, D7, D8, D17, D22: a 4xx, before anything is begun."""
     reply = ask(server, **wrong)
     assert reply.status_code == (415 if wrong.get("ref_audio") == "AAAA" and "voice" not in wrong else 400), reply.text
     assert reply.json()["error"]["param"] == param, reply.text

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mstar.registry import Registry
+from mstar.resources import grammars
+from mstar.resources.grammars import GrammarCompiler
+from mstar.spec.constraints import Regex, encode_constraint
 from mstar.spec.errors import RequestError
 from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
@@ -218,3 +224,66 @@ def test_a_model_without_a_vocabulary_says_so() -> None:
     end = one.ended["r"]
     assert isinstance(end, Failed)
     assert "not known" in end.message
+
+
+def test_a_constraint_that_takes_too_long_to_follow_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is slow shows behind a prefix only: its first mask, which is tried before it is scheduled, is quick."""
+    release, accept = threading.Event(), grammars._accept
+
+    def slow(matcher: Any, token: int) -> None:
+        accept(matcher, token)
+        if threading.current_thread().name == "bounded-calls":  # else of a constraint that cannot take long
+            release.wait(30.0)
+
+    monkeypatch.setattr(grammars, "_AT_MOST_S", 0.1)
+    one = driver()
+    one.submit("before", example("ab"), response_format=FORMS[1][0])
+    one.run()
+    assert FORMS[1][1](said(one, "before"))
+    monkeypatch.setattr(grammars, "_accept", slow)
+    try:
+        for name in ("slow", "slow too"):
+            one.submit(name, example("abc"), response_format=FORMS[1][0])
+        one.submit("plain", example("abc", max_tokens=20))
+        one.submit("choice", example("abc"), response_format=FORMS[2][0])
+        one.run()
+        for name in ("slow", "slow too"):
+            end = one.ended[name]
+            assert isinstance(end, Failed)
+            assert end.code == "constraint_too_slow"
+        assert isinstance(one.ended["plain"], Done)
+        assert FORMS[2][1](decode([i for i in one.result("choice")["text"] if i != STOP]))
+        one.submit("third", example("abc"), response_format=FORMS[1][0])
+        one.run()
+        refused = one.ended["third"]
+        assert isinstance(refused, Failed)
+        assert (refused.code, refused.status) == ("overloaded", 503)
+    finally:
+        release.set()
+
+
+def test_an_expression_that_is_slow_behind_a_prefix_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library itself: optional letters, many of them, under tokens that are runs of letters."""
+    monkeypatch.setattr(grammars, "_AT_MOST_S", 0.2)
+    draw = random.Random(1)
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += ["".join(draw.choices("abcdefgh", k=draw.randint(2, 8))).encode() for _ in range(20_000)]
+    compiler = GrammarCompiler(lambda: [*tokens, b""], len(tokens) + 1)
+    form = Regex("x([a-z]?){120}y")
+    compiler.check(form, [len(tokens)], "response_format", 60.0)
+    matcher = compiler.matcher(encode_constraint(form), [len(tokens)])
+    row = np.empty(-(-(len(tokens) + 1) // 32), np.int32)
+    matcher.mask(row)
+    began = time.monotonic()
+
+    def follow() -> None:
+        for token in b"xabcabc":
+            matcher.accept(token)
+            matcher.mask(row)
+
+    with pytest.raises(RequestError) as caught:
+        follow()
+    assert caught.value.code == "constraint_too_slow"
+    assert time.monotonic() - began < 5.0
+    with pytest.raises(RequestError):
+        matcher.mask(row)

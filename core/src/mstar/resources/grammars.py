@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mstar.resources.bounded_calls import BoundedCalls
 from mstar.spec.constraints import (
     Choice,
     Constraint,
@@ -51,16 +53,29 @@ _AT_ONCE = 2
 """Compilations that run at the same time: nothing can stop one, so what a client sends must not pile up."""
 
 
+_AT_MOST_S, _EACH_S = 1.0, 0.02
+"""How long following a constraint may hold up a step, and the time that each call adds to what is left of that: so one
+answer costs everyone else a second, and then 20 ms a token, at most. A mask takes a millisecond."""
+
+_MAY_TAKE_LONG = re.compile(
+    r'"(?:regex|pattern|grammar|patternProperties|m(?:in|ax)(?:Length|Items|Properties))"\s*:|"type"\s*:\s*"qwen_xml'
+)
+"""Of a constraint as JSON. What is repeated a counted number of times, or can be read in several ways, may take the
+library seconds a token to follow, and the more the further an answer gets: a first mask does not show it."""
+
+
 class Matcher:
     """How far one answer is in its grammar.
 
     A stop token is allowed where the grammar may be complete, and nothing else where it must be.
 
     :param begun: the library's matcher, which is waited for at the first use.
+    :param bounded: follows it for so long as :data:`_AT_MOST_S` says; ``None``: for one that cannot take long.
     """
 
-    def __init__(self, begun: Future[GrammarMatcher]):
-        self._begun = begun
+    def __init__(self, begun: Future[GrammarMatcher], bounded: BoundedCalls | None = None):
+        self._begun, self._bounded = begun, bounded
+        self._left = _AT_MOST_S
 
     def mask(self, row: npt.NDArray[np.int32]) -> None:
         """Write which tokens may come next into *row*, int32 ``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32``
@@ -68,19 +83,44 @@ class Matcher:
 
         :raises RequestError: no token may.
         """
-        _fill(self._matcher(), row)
+        matcher = self._matcher()
+        if self._bounded is None:
+            _fill(matcher, row)
+            return
+        found = np.empty_like(row)  # of its own: a call that was given up still writes
+        self._in_time(self._bounded, lambda: _fill(matcher, found))
+        row[:] = found
 
     def accept(self, token: int) -> None:
         """*token*, one of those that :meth:`mask` allowed, has been generated."""
         matcher = self._matcher()
-        if not matcher.is_terminated() and not matcher.accept_token(token):
-            raise ValueError(f"token {token} is not one that the constraint allows here")
+        if self._bounded is None:
+            _accept(matcher, token)
+        else:
+            self._in_time(self._bounded, lambda: _accept(matcher, token))
+
+    def _in_time(self, bounded: BoundedCalls, call: Callable[[], None]) -> None:
+        """*call*, if there is time left; none is left behind one that took too long."""
+        began = time.monotonic()
+        if self._left <= 0 or not bounded.run(call, self._left):
+            self._left = 0.0
+            raise RequestError(
+                "the constraint takes too long to follow: make it simpler, with fewer or smaller counted repetitions",
+                param="response_format",
+                code="constraint_too_slow",
+            )
+        self._left = min(_AT_MOST_S, self._left + _EACH_S - (time.monotonic() - began))
 
     def _matcher(self) -> GrammarMatcher:
         try:
             return self._begun.result()
         except RuntimeError as error:  # nobody checked it
             raise _refusal(error, "response_format") from None
+
+
+def _accept(matcher: GrammarMatcher, token: int) -> None:
+    if not matcher.is_terminated() and not matcher.accept_token(token):
+        raise ValueError(f"token {token} is not one that the constraint allows here")
 
 
 def _fill(matcher: GrammarMatcher, row: npt.NDArray[np.int32]) -> None:
@@ -110,6 +150,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(_AT_ONCE)
         self._compiler: XGrammarCompiler | None = None
+        self._bounded = BoundedCalls()
 
     def check(self, constraint: Constraint, stop_ids: Sequence[int], param: str, seconds: float) -> None:
         """Whether an answer that ends with one of *stop_ids* can begin under *constraint*.
@@ -144,7 +185,8 @@ class GrammarCompiler:
     def matcher(self, grammar: str, stop_ids: Sequence[int]) -> Matcher:
         """A fresh matcher for :attr:`~mstar.spec.request.SamplingParams.grammar`, compiled beside the caller.
 
-        :param stop_ids: ids beyond the vocabulary are left out. :raises RequestError: none is left.
+        :param stop_ids: ids beyond the vocabulary are left out. :raises RequestError: none is left; or too many such
+            constraints have been given up and still run.
         """
         stops = [i for i in dict.fromkeys(stop_ids) if 0 <= i < self._vocab]
         if not stops:
@@ -153,7 +195,17 @@ class GrammarCompiler:
                 param="response_format",
                 code="unsupported_value",
             )
-        return Matcher(self.start(decode_constraint(grammar), stops))
+        if _MAY_TAKE_LONG.search(grammar) is None:
+            return Matcher(self.start(decode_constraint(grammar), stops))
+        if self._bounded.lost >= _AT_ONCE:
+            raise RequestError(
+                "constraints that took too long are still being followed; try again later",
+                param="response_format",
+                code="overloaded",
+                status=503,
+                type="server_error",
+            )
+        return Matcher(self.start(decode_constraint(grammar), stops), self._bounded)
 
     def start(self, constraint: Constraint, stop_ids: Sequence[int]) -> Future[GrammarMatcher]:
         """Compile, and make the first mask, in a thread of its own: the library lets other threads run meanwhile."""
