@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
+import threading
+import time
 
 import httpx
 import pytest
@@ -16,7 +19,7 @@ from mstar.cluster.base import Phase
 from mstar.spec.errors import FaultFound, RequestError, SetupError
 from mstar.spec.processor import TextDelta
 from mstar_server.options import ServerOptions
-from mstar_server.run import bind, serve, serve_async
+from mstar_server.run import YOUNG_OBJECTS, bind, serve, serve_async
 
 CHAT = "/v1/chat/completions"
 LIMIT_S = 5.0
@@ -265,6 +268,25 @@ def test_a_model_that_cannot_start_ends_the_server_with_its_sentence(kit):
         serve({"tiny": service, "other": other}, kit.Hooks(), ServerOptions(port=0))
     assert service.stopped
     assert other.stopped
+
+
+def test_a_serving_process_spares_the_collector_what_is_there_at_the_start(kit):
+    before, seen = gc.get_threshold(), []
+
+    def stop_when_ready() -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while gc.get_threshold() == before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        seen.extend((gc.get_threshold()[0], gc.get_freeze_count()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop_when_ready)
+    stopper.start()
+    serve({"tiny": kit.Service()}, kit.Hooks(), ServerOptions(port=0, drain_s=0.1))
+    stopper.join()
+    assert seen[0] == YOUNG_OBJECTS
+    assert seen[1] > 1000
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
 
 
 def test_a_taken_port_is_a_sentence(kit):
