@@ -101,7 +101,7 @@ class ListeningNode(EncoderLMNode):
 class Qwen3ASR(EncoderLM):
     """Both sizes, and both published layouts of their weights."""
 
-    ignore = (r".*rotary_emb\.inv_freq",)
+    ignore = (r".*rotary_emb\.inv_freq", r".*audio_tower\.positional_embedding\..*")  # computed, wherever they are kept
 
     def __init__(self, context: BuildContext):
         self.sizes = Qwen3ASRConfig.from_hf(read_config(context.weights))
