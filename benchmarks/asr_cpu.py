@@ -62,7 +62,7 @@ def clips(streams: int, quick: bool) -> list[list[np.ndarray]]:
     return [[clip] for clip in four] if streams == 1 else [(four * streams)[:streams]]
 
 
-def _ctranslate2_folder() -> Path:
+def ctranslate2_folder() -> Path:
     """Whisper base as faster-whisper reads it, out of the same packages."""
     from mstar.spec.model import WeightsRef
     from mstar.weights.package import PackageSource
@@ -123,7 +123,7 @@ def _mstar_in(dtype: str) -> Transcribe:
 def _faster_whisper(streams: int) -> Transcribe:
     from faster_whisper import WhisperModel
 
-    model = WhisperModel(str(_ctranslate2_folder()), device="cpu", compute_type="float32", cpu_threads=THREADS)
+    model = WhisperModel(str(ctranslate2_folder()), device="cpu", compute_type="float32", cpu_threads=THREADS)
 
     def one(samples: np.ndarray) -> str:
         segments, _ = model.transcribe(

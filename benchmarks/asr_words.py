@@ -173,6 +173,7 @@ def measure(name: str, clips: Sequence[np.ndarray], sentences: Sequence[str]) ->
         seconds = time.perf_counter() - began
     wrong = [{"said": " ".join(a), "heard": " ".join(b)} for a, b in zip(said, heard, strict=True) if a != b]
     total = sum(map(len, said))
+    print(f"{name}: {seconds:.0f} s", flush=True)
     return {
         "system": name,
         "words": total,

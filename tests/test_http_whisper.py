@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,22 @@ def test_the_native_route(server: Server, jfk: np.ndarray) -> None:
     name, data = wav(np.tile(jfk, 3))
     reply = server.http.post("/generate", files={"files": (name, data, "audio/wav")}, timeout=240)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "audio_too_long")
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="Debian's package espeak-ng says the sentences")
+def test_sentences_of_a_synthesizer(server: Server) -> None:
+    """``benchmarks/asr_words.py`` compares the words of more of them with faster-whisper's."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+    from asr_words import SENTENCES, errors, spoken
+    from asr_words import words as words_of
+
+    assert errors(["a", "b", "c"], ["a", "x", "c", "d"]) == 2
+    wrong = total = 0
+    for number, sentence in enumerate(SENTENCES[:6]):
+        heard = post(server, spoken(sentence, number)).json()["text"]
+        wrong += errors(words_of(sentence), words_of(heard))
+        total += len(words_of(sentence))
+    assert wrong / total < 0.15
 
 
 # --- long clips

@@ -11,8 +11,9 @@ from hearing import Ears, Reference, clip, window
 from torch.nn import functional as F
 
 from mstar_asr.whisper.alignment import heads_by_layer
-from mstar_asr.whisper.features import LogMel, loudest
+from mstar_asr.whisper.features import LogMel
 from mstar_asr.whisper.request import CONTEXT, DETECT, FRAMES, HOP, WINDOW
+from mstar_asr.whisper.spectrum import loudest, mel_filters
 
 COUNT = 14
 
@@ -52,7 +53,7 @@ def test_windows_of_a_long_clip_are_slices_of_its_features() -> None:
         padded, sampling_rate=16_000, truncation=False, padding=False, return_tensors="pt"
     ).input_features
     around = torch.from_numpy(np.pad(padded, CONTEXT, mode="reflect"))
-    top = torch.tensor([[loudest(around, log_mel)]])
+    top = torch.tensor([[loudest(samples, 80)]])
     content = len(samples) // HOP
     for first in (0, 1234, 3000, 5500):
         cut = around[first * HOP : first * HOP + WINDOW + 2 * CONTEXT]
@@ -60,6 +61,26 @@ def test_windows_of_a_long_clip_are_slices_of_its_features() -> None:
         got = log_mel(cut[None], torch.tensor([[frames]]), top)[0]
         wanted = F.pad(whole[:, first : first + frames], (0, FRAMES - frames))
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mels", [16, 80, 128])
+def test_mel_filters(mels: int) -> None:
+    from transformers.audio_utils import mel_filter_bank
+
+    wanted = mel_filter_bank(201, mels, 0.0, 8000.0, 16_000, norm="slaney", mel_scale="slaney")
+    np.testing.assert_allclose(mel_filters(mels).T, wanted, atol=1e-8)
+
+
+def test_windows_from_a_clip_are_those_of_the_contract() -> None:
+    """What the API side cuts out is what these tests do."""
+    from mstar_asr.whisper.clip import Clip
+
+    samples = clip(47.3)
+    cut = Clip(samples)
+    for seek in (0, 1, 2999, 3000, 4700):
+        np.testing.assert_array_equal(cut.window(seek), window(samples, seek * HOP))
+    short = clip(0.01)
+    np.testing.assert_array_equal(Clip(short).window(0), window(short))
 
 
 # --- encoder and decoder

@@ -7,26 +7,17 @@ at least 1e-10, a floor 8 below the clip's maximum, then ``(x + 4) / 4``.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from mstar_asr.whisper.request import CONTEXT, HOP, RATE, WINDOW
+from mstar_asr.whisper.request import CONTEXT, HOP
+from mstar_asr.whisper.spectrum import mel_filters
 
-__all__ = ["LogMel", "loudest", "mel_filters"]
+__all__ = ["LogMel"]
 
 _FFT = 2 * CONTEXT
 _FLOOR = 8.0
 _LEAST = 1e-10
-
-
-def mel_filters(mels: int) -> Tensor:
-    """Weights of *mels* triangular bands over the bins of a spectrum, float32 ``[201, mels]``."""
-    from transformers.audio_utils import mel_filter_bank  # takes a moment to import
-
-    bank = mel_filter_bank(_FFT // 2 + 1, mels, 0.0, RATE / 2, RATE, norm="slaney", mel_scale="slaney")
-    return torch.from_numpy(bank).to(torch.float32)
 
 
 class LogMel(nn.Module):
@@ -42,7 +33,10 @@ class LogMel(nn.Module):
         self.register_buffer("filters", torch.empty(_FFT // 2 + 1, mels), persistent=False)
 
     def compute_buffers(self, device: torch.device) -> dict[str, Tensor]:
-        return {"window": torch.hann_window(_FFT, device=device), "filters": mel_filters(self.mels).to(device)}
+        return {
+            "window": torch.hann_window(_FFT, device=device),
+            "filters": torch.from_numpy(mel_filters(self.mels).T.copy()).to(device),
+        }
 
     @classmethod
     def ready(cls, mels: int) -> LogMel:
@@ -70,17 +64,3 @@ class LogMel(nn.Module):
         bands = (torch.maximum(bands, (top - _FLOOR)[:, :, None]) + 4.0) / 4.0
         places = torch.arange(bands.shape[1], device=bands.device)
         return bands.masked_fill_((places >= frames)[:, :, None], 0.0).transpose(1, 2)
-
-
-def loudest(samples: Tensor, log_mel: LogMel) -> float:
-    """The ``loudest`` of a whole clip for the windows that are cut from it.
-
-    :param samples: float32 ``[CONTEXT + n + CONTEXT]``: the clip, its reflection before it, and after it what the
-        caller pads clips with. :param log_mel: on the CPU, with its buffers (:meth:`LogMel.ready`).
-    """
-    top = math.log10(_LEAST)
-    with torch.inference_mode():
-        for start in range(0, len(samples) - _FFT - HOP + 1, WINDOW):  # in pieces: spectra take much memory
-            energies = log_mel.energies(samples[start : start + WINDOW + 2 * CONTEXT])
-            top = max(top, float(energies.amax()))
-    return top

@@ -76,10 +76,12 @@ class WhisperProcessor(Processor):
             if task.audio is None:
                 raise RequestError("this model hears whole clips only", param="audio")
             return task.audio
-        others = [part for part in task.parts if not isinstance(part, Audio)]
-        if others or len(task.parts) != 1:
-            what = f"not a {type(others[0]).__name__.lower()}" if others else f"got {len(task.parts)}"
-            raise RequestError(f"'files': this model hears one clip a request, {what}", param="files")
+        for place, part in enumerate(task.parts):
+            if not isinstance(part, Audio):
+                where, kind = f"parts[{place}]", type(part).__name__
+                raise RequestError(f"{where!r}: this model hears sound, it has no use for {kind}", param=where)
+        if len(task.parts) != 1:
+            raise RequestError(f"'parts': one clip a request, got {len(task.parts)}", param="parts")
         if task.text.strip():
             message = "'text': this model takes no text; what was said before the clip goes into 'initial_prompt'"
             raise RequestError(message, param="text", code="unsupported_parameter")
@@ -88,10 +90,10 @@ class WhisperProcessor(Processor):
         seconds = len(audio.samples) / audio.rate
         if seconds > WINDOW / RATE:
             message = (
-                f"'files': the clip has {seconds:.2f} seconds, a native request hears at most {WINDOW // RATE}; "
+                f"'parts[0]': the clip has {seconds:.2f} seconds, a native request hears at most {WINDOW // RATE}; "
                 "POST /v1/audio/transcriptions takes longer ones"
             )
-            raise RequestError(message, param="files", code="audio_too_long")
+            raise RequestError(message, param="parts[0]", code="audio_too_long")
         return audio
 
     def _history(self, task: TranscriptionTask | GenerateTask) -> History:

@@ -13,7 +13,7 @@
     what a clip gives that was padded with silence before the spectrogram (``WhisperFeatureExtractor``).
 ``loudest``
     float32 ``[1]``: the greatest log10-mel value of the whole clip, 8 below which the spectrogram has its floor
-    (:func:`mstar_asr.whisper.features.loudest`). NaN: that of this window.
+    (:func:`mstar_asr.whisper.spectrum.loudest`). NaN: that of this window.
 ``prompt``
     int64 ``[T]``: ``[startofprev, *previous]`` or nothing, then sot and, in multilingual models, language and task,
     then notimestamps if no times are wanted. :data:`DETECT` in the language's place: it is found out, as the reference
