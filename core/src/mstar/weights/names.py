@@ -32,11 +32,14 @@ class WeightMap:
 
     :param ignore: regular expressions (whole names) of published tensors that the node does not need.
     :param float32: regular expressions (whole names) of parameters that stay float32 whatever the model's dtype.
+    :param folder: where the node's checkpoint lies below the weights' folder, for repositories that have a folder for
+        each part of the model (``transformer``, ``vae``).
     """
 
     placements: tuple[Placement, ...]
     ignore: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
+    folder: str = ""
 
     @classmethod
     def from_module(
@@ -45,6 +48,7 @@ class WeightMap:
         rename: Mapping[str, str] | None = None,
         ignore: tuple[str, ...] = (),
         float32: tuple[str, ...] = (),
+        folder: str = "",
     ) -> WeightMap:
         """The map of a module whose submodules bear the published names; fused layers know their parts.
 
@@ -66,7 +70,7 @@ class WeightMap:
                     Placement(_published(published, prefixes), target, start, rows)
                     for published, start, rows in _parts(owner, path, name)
                 )
-        return cls(tuple(placements), (*ignore, *aliases), float32)
+        return cls(tuple(placements), (*ignore, *aliases), float32, folder)
 
     @classmethod
     def of_node(
