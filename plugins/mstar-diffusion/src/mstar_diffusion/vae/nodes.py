@@ -46,8 +46,8 @@ class VaeEncoder(Node, abc.ABC):
 
     def encode(self, picture: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean ``[1, latent, H/f, W/f]`` of what *picture* ``[H, W, 3]`` may be."""
-        x = (picture.permute(2, 0, 1)[None].float() / 255 * 2 - 1).to(dtype)
-        x = x.contiguous(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
+        # channels last in memory, on the CPU too: a picture comes so, and the reference leaves it so
+        x = (picture[None].permute(0, 3, 1, 2).float() / 255 * 2 - 1).to(dtype)
         moments = self.encoder(x)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
