@@ -6,7 +6,7 @@ the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class TextEncoder(Node):
         self.embed_tokens = VocabEmbedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.rotary = Rotary(config.head_dim, config.rope)
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """Nothing is worth compiling: it runs once a picture."""
+        yield from ()
 
     def forward(self, step: Step, ids: Tensor, length: Tensor) -> dict[str, Any]:
         """*ids* int64 ``[rows, T]``, of which the first *length* ``[rows]`` are the prompt's, the others padding.
