@@ -44,7 +44,8 @@ class PointAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         points = x.flatten(2).transpose(1, 2)
-        normed = self.group_norm(points.transpose(1, 2)).transpose(1, 2)
+        # compiled code calls the norm's kernel directly, which wants its input in order
+        normed = self.group_norm(points.transpose(1, 2).contiguous()).transpose(1, 2)
         q, k, v = (layer(normed)[:, None] for layer in (self.to_q, self.to_k, self.to_v))
         out = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
         return out.transpose(-1, -2).reshape(x.shape) + x  # type: ignore[no-any-return]
