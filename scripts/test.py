@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 
-from environment import ROOT, CannotSetUp, environment, say, use_supported_python
+from environment import PACKAGES, ROOT, CannotSetUp, environment, say, use_supported_python
 
 CHECKS = (
     ("format", ["ruff", "format", "--check", "--quiet", "."]),
     ("lint", ["ruff", "check", "--quiet", "."]),
     ("import layers", ["lint-imports", "--no-cache"]),
-    ("types", ["mypy", "core/src", "server/src", "plugins/mstar-demo/src", "plugins/mstar-asr/src"]),
+    ("types", ["mypy"] + [package + "/src" for package in PACKAGES]),
 )
 
 

@@ -20,6 +20,7 @@ PACKAGES = {
     "mstar-server": ("server", "mstar_server"),
     "mstar-demo": ("plugins/mstar-demo", "mstar_demo"),
     "mstar-asr": ("plugins/mstar-asr", "mstar_asr"),
+    "mstar-diffusion": ("plugins/mstar-diffusion", "mstar_diffusion"),
 }
 
 

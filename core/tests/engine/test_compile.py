@@ -19,11 +19,12 @@ from mstar.engine import compile as engine_compile
 from mstar.engine.compile import CompileFault, compile_regions, compiler_fault, opaque
 from mstar.nn.node import Node, Step
 from mstar.registry import RegisteredModel, Registry
-from mstar.spec.deployment import merge_deployment
+from mstar.spec.deployment import EngineOptions, merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.spec.knobs import TextOptions
 from mstar.spec.request import Emit, EngineRequest, Failed, SamplingParams
 from mstar.testing.drive import miniature_registry
+from mstar.worker.build import compiles
 from mstar.worker.core import Worker
 
 CPU = torch.device("cpu")
@@ -259,3 +260,41 @@ def test_a_region_stops_at_a_view_and_goes_on() -> None:
         if count == 2:
             before = graphs()
     assert graphs() == before
+
+
+class Rounded(nn.Module):
+    """Adds what bfloat16 cannot hold, and takes it away again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 256) - 256
+
+
+class Rounding(Node):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Rounded()])
+
+    def forward(self, step: Step, x: Tensor) -> Any:
+        return self.layers[0](x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("eager_rounding", [False, True])
+def test_values_are_rounded_between_fused_operations_if_so_asked(eager_rounding: bool) -> None:
+    x = torch.linspace(0, 3, 64, dtype=torch.bfloat16)
+    plain, node = Rounding()(None, x), Rounding()
+    compile_regions({"lm": node}, eager_rounding=eager_rounding)
+    assert torch.equal(node(None, x), plain) is eager_rounding
+
+
+def test_compiling_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`cuda` is a wish: a machine that cannot do it serves all the same, and the log says why."""
+    options, cuda = EngineOptions(compile="cuda"), torch.device("cuda")
+    monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: None)
+    assert compiles(options, cuda)
+    assert not compiles(options, CPU)
+    assert compiles(EngineOptions(compile=True), CPU)
+    assert not compiles(EngineOptions(), cuda)
+    monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: "there is no Triton")
+    assert not compiles(options, cuda)
+    assert "there is no Triton" in caplog.text

@@ -20,7 +20,7 @@ from mstar.nn.node import Step
 from mstar.patterns.encoder_decoder import EncoderDecoderFacts
 from mstar.registry import Registry
 from mstar.spec.deployment import EngineOptions
-from mstar.spec.graph import Entry
+from mstar.spec.graph import Entry, Graph, Port
 from mstar.spec.request import Failed
 from mstar.spec.resources import RaggedAttention
 from mstar.testing.drive import Driver, miniature_registry
@@ -28,6 +28,7 @@ from mstar.testing.faults import Boom
 from mstar.testing.miniatures import MINIATURES, Example, Miniature, miniature
 from mstar.testing.miniatures.common import VOCAB, decode
 from mstar.testing.miniatures.text import MEMORY, PROMPT, SHAPE, Seq2Seq, context_sums, one_hot, token_logits
+from mstar.testing.miniatures.worlds import Denoise, Dit
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +308,48 @@ def test_no_graphs_for_steps_with_prompts_if_so_asked(registry: Registry) -> Non
     mixed = {size for size in sizes if size[0] != size[1]}
     assert mixed == {(rows, tokens) for rows in (4, 16) for tokens in (64, 128, 192, 200)}
     assert [tokens for _, tokens in sizes] == sorted((tokens for _, tokens in sizes), reverse=True)
+
+
+def sized(graph: Graph) -> Graph:
+    """The denoise miniature's graph, whose updates name a size, an input that may be left out, and rows."""
+    denoiser = graph.node("denoiser")
+    entries = []
+    for entry in denoiser.entries:
+        if entry.name == "update":
+            mask = Port("mask", "float32", ("M",), "stacked", optional=True)
+            entry = replace(entry, inputs=(*entry.inputs, mask), graph_sizes=({"H": 4, "W": 4},))
+        entries.append(entry)
+    changed = replace(denoiser, entries=tuple(entries), graph_rows=(2, 3))
+    return replace(graph, nodes=tuple(changed if node is denoiser else node for node in graph.nodes))
+
+
+def masked_update(self: Dit, step: Step, mask: Tensor | None, **inputs: Tensor) -> dict[str, Any]:
+    assert mask is None
+    return UPDATE(self, step, **inputs)
+
+
+UPDATE = Dit.update
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_steps_of_named_sizes_and_rows(lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured before the first request, filled up to the node's own rows; more rows run as plain calls."""
+    plain = Denoise.graph
+    monkeypatch.setattr(Denoise, "graph", lambda self: sized(plain(self)))
+    monkeypatch.setattr(Dit, "update", masked_update)
+    mini = miniature("mini_denoise")
+    driver = Driver(mini, registry, engine={"lookahead": lookahead})
+    runner, _ = record_steps(monkeypatch, driver, rows=8)
+    before = {key[2] for key in runner._lanes if key[:2] == ("denoiser", "update")}
+    assert before == {2, 3}
+    assert not runner.faults
+    knobs = {"steps": 3, "size": 4, "seed": 1}
+    for count in (1, 3, 5):
+        asked = {f"{count}.{i}": Example("a cat", {**knobs, "seed": i}) for i in range(count)}
+        for name, example in asked.items():
+            driver.submit(name, example)
+        driver.run()
+        check(mini, driver, asked)
+    found = [key for key in runner._lanes if key[0] == "denoiser" and key[1] != "read"]
+    assert {key[2] for key in found} == {2, 3}
+    assert len([key for key in found if key[1] == "update"]) == 2, "no step of five rows, and none of another size"

@@ -169,3 +169,17 @@ def test_a_hub_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="does not answer"):
         # a branch: for a pinned commit the library retries for twenty seconds first
         HubSource().resolve(WeightsRef("hub", "o/tiny"), nowhere)
+
+
+def test_a_part_whose_shards_are_missing_is_not_there(tmp_path: Path) -> None:
+    """Of repositories with a folder for each part, too."""
+    source, ref = HubSource(), WeightsRef("hub", "o/parts", COMMIT)
+    context = SourceContext(cache=tmp_path, hub_cache=tmp_path)
+    part = tmp_path / "models--o--parts" / "snapshots" / COMMIT / "transformer"
+    part.mkdir(parents=True)
+    (part / "one.safetensors").write_bytes(b"")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (part / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert source.present(ref, context) is None
+    (part / "two.safetensors").write_bytes(b"")
+    assert source.present(ref, context) == part.parent

@@ -124,3 +124,42 @@ def test_every_node_gets_its_own_weights(tmp_path: Path) -> None:
     assert (nodes["ears"].scale.tolist(), nodes["mouth"].scale.tolist()) == ([1.0] * 3, [2.0] * 4)
     assert not nodes["mouth"].training
     assert not nodes["mouth"].scale.requires_grad
+
+
+class InFolders(TwoNodes):
+    """As repositories that have a folder for each part; the mouth's weights are doubled when they are there."""
+
+    def weights(self, node: str) -> WeightMap:
+        return WeightMap((Placement("scale", "scale"),), folder=node)
+
+    def loaded(self, node: str, module: Node) -> None:
+        if isinstance(module, Half) and node == "mouth":
+            module.scale.data *= 2
+
+
+def in_folders(tensors: dict[str, dict[str, Tensor]], folder: Path) -> Any:
+    for name, found in tensors.items():
+        (folder / name).mkdir()
+        save_file(found, folder / name / "diffusion_pytorch_model.safetensors")
+    registry = miniature_registry()
+    spec = replace(registry.model("mini_chat"), key="two", model=f"{__name__}:InFolders")
+    registry.models["two"] = RegisteredModel(spec, registry.models["mini_chat"].plugin)
+    deployment = merge_deployment("two", {"device": "cpu"})
+    return build.build(
+        WorkerConfig(key="two", weights=str(folder), deployment=deployment), registry, lambda phase: None
+    )
+
+
+def test_a_folder_for_each_part(tmp_path: Path) -> None:
+    nodes = in_folders({"ears": {"scale": torch.ones(3)}, "mouth": {"scale": torch.full((4,), 2.0)}}, tmp_path).nodes
+    assert (nodes["ears"].scale.tolist(), nodes["mouth"].scale.tolist()) == ([1.0] * 3, [4.0] * 4)
+
+
+def test_each_part_is_covered_by_itself(tmp_path: Path) -> None:
+    more = {"scale": torch.ones(4), "stranger": torch.ones(1)}
+    with pytest.raises(WeightsError) as caught:
+        in_folders({"ears": {"scale": torch.ones(3)}, "mouth": more}, tmp_path)
+    assert str(caught.value).splitlines()[1:] == [
+        "  node 'mouth': 1 tensor(s) not used:",
+        "    stranger [1] in diffusion_pytorch_model.safetensors",
+    ]

@@ -27,6 +27,9 @@ class Runner(abc.ABC):
     def prepare(self, nodes: Mapping[str, Node]) -> None:
         """Called once, when all nodes are loaded and before the first request: compile."""
 
+    def fill_to(self, node: str, rows: Sequence[int]) -> None:
+        """Captured steps of *node* with one item a row are filled up to one of these numbers of *rows*."""
+
     def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
         """For which rows and tokens steps are to be captured before the first request. No step will have more than
         *rows* rows, nor, if some row has several, more than *tokens* tokens."""

@@ -36,6 +36,13 @@ _STEADY = {
 }
 
 
+_EAGER = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,  # of later torch; what a torch does not know is left out
+    "cpp.enable_floating_point_contract_flag": "off",
+}
+
+
 class CompileFault(SetupError):
     """A region could not be compiled; the message names its node and layer."""
 
@@ -59,9 +66,12 @@ def compiler_fault(device: torch.device) -> str | None:
     return None
 
 
-def compile_regions(nodes: Mapping[str, Node], *, deterministic: bool = False, folder: Path | None = None) -> list[str]:
+def compile_regions(
+    nodes: Mapping[str, Node], *, deterministic: bool = False, eager_rounding: bool = False, folder: Path | None = None
+) -> list[str]:
     """Have the regions of *nodes* compiled when they first run; gives their names, ``NODE.PATH``.
 
+    :param eager_rounding: values between fused operations are rounded to their dtype, as if they had been stored.
     :param folder: where what was compiled is kept for the next start; ``None``: where torch keeps it.
     """
     import torch._dynamo.config as dynamo
@@ -73,7 +83,9 @@ def compile_regions(nodes: Mapping[str, Node], *, deterministic: bool = False, f
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # torch has no other way to be told
-    options = dict(_STEADY) if deterministic else None
+    wanted = (_STEADY if deterministic else {}) | (_EAGER if eager_rounding else {})
+    known = inductor.get_config_copy()
+    options = {name: value for name, value in wanted.items() if name in known} or None
     names = []
     for node_name, node in nodes.items():
         for path, module in node.regions():

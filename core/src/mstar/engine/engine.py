@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -211,11 +211,15 @@ class Engine:
         :param on_progress: told how many of how many are done.
         """
         self.runner.prepare(self.nodes)
+        for node in plan.graph.nodes:
+            if node.graph_rows:
+                self.runner.fill_to(node.name, node.graph_rows)
         sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
-            for node, entry in _looped(plan)
-            for size in sizes
+            for node, general in _looped(plan)
+            for entry in _sized(general)
+            for size in _sizes_of(node, sizes, rows)
             if node.max_rows is None or size[0] <= node.max_rows or size == sizes[-1]
             for variants in self._variants(entry, *size)
         ]
@@ -308,6 +312,25 @@ def _looped(plan: Plan) -> list[tuple[NodeSpec, Entry]]:
             if isinstance(op, CallOp) and op.loops and op.primary == op.entry.chunk:
                 found[op.group] = (plan.graph.node(op.call.node), op.entry)
     return list(found.values())
+
+
+def _sized(entry: Entry) -> Iterator[Entry]:
+    """*entry* for each of the sizes that it names; as it is if it names none."""
+    for sizes in entry.graph_sizes:
+        inputs = (replace(p, shape=tuple(sizes.get(str(size), size) for size in p.shape)) for p in entry.inputs)
+        yield replace(entry, inputs=tuple(inputs))
+    if not entry.graph_sizes:
+        yield entry
+
+
+def _sizes_of(node: NodeSpec, sizes: Sequence[tuple[int, int]], rows: int) -> Sequence[tuple[int, int]]:
+    """Rows and tokens of the steps of *node* that are captured: of *sizes*, which the runner names, or its own. No step
+    has more than *rows* rows."""
+    if not node.graph_rows or not sizes:
+        return sizes
+    own = sorted(node.graph_rows, reverse=True)
+    largest = min((size for size in own if size >= rows), default=own[0])
+    return [(size, size) for size in own if size <= largest]
 
 
 def _rollback(entry: Entry, used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> None:

@@ -32,7 +32,7 @@ from mstar.engine.step import Work
 from mstar.nn.node import Node, Packed, Sampled, Step
 from mstar.resources.staging import Lane
 from mstar.spec.deployment import EngineOptions
-from mstar.spec.graph import Entry
+from mstar.spec.graph import Entry, Port
 
 __all__ = ["Captured", "CudaRecorder", "GraphRunner", "Recorder", "chunk_row_buckets", "row_buckets", "token_buckets"]
 
@@ -164,6 +164,7 @@ class GraphRunner(Runner):
         self._eager = EagerRunner(options)
         self._recorder = recorder or CudaRecorder()
         self._buckets: list[int] = []
+        self._own_buckets: dict[str, list[int]] = {}
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
         self._lanes: dict[Hashable, Lane] = {}
@@ -175,6 +176,9 @@ class GraphRunner(Runner):
         self.captured, self.seconds = 0, 0.0
 
     # --- which step gets a graph --------------------------------------------------------------------------------------
+    def fill_to(self, node: str, rows: Sequence[int]) -> None:
+        self._own_buckets[node] = sorted(rows)
+
     def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
         """The largest first: what the smaller ones need then fits into its memory."""
         self._buckets = row_buckets(rows)
@@ -189,7 +193,7 @@ class GraphRunner(Runner):
         op = work[0].call.op
         counts = [w.tokens for w in work]
         tokens = sum(counts)
-        size = self._size(op.primary, len(work), tokens) if min(counts) else None
+        size = self._size(op.call.node, op.primary, len(work), tokens) if min(counts) else None
         if size is None or not _plain(op.entry, op.primary):
             return None
         key = (op.call.node, op.entry.name, *size, tuple(sorted(variants.items())), _shapes(op.entry, work[0]))
@@ -198,11 +202,12 @@ class GraphRunner(Runner):
             lane.real = (len(work), tokens)
         return lane
 
-    def _size(self, primary: str | None, rows: int, tokens: int) -> tuple[int, int] | None:
+    def _size(self, node: str, primary: str | None, rows: int, tokens: int) -> tuple[int, int] | None:
         """The smallest rows and tokens of a lane for a step of *rows* rows of one token each or more. *primary*: the
         packed input whose items are the tokens."""
         if tokens == rows:
-            size = next((size for size in self._buckets if size >= rows), None)
+            buckets = self._own_buckets.get(node, self._buckets)
+            size = next((size for size in buckets if size >= rows), None)
             return None if size is None else (size, size)
         if primary is None:
             return None
@@ -234,11 +239,10 @@ class GraphRunner(Runner):
         self, node: str, entry: Entry, rows: int, tokens: int, variants: Mapping[str, Hashable]
     ) -> Lane | None:
         """The lane of a step that is captured before it is asked for; ``None`` if its shapes are not known."""
-        if not _plain(entry, entry.chunk) or any(
-            not isinstance(d, int) for p in entry.inputs for d in _inner(entry, p.name)
-        ):
+        shapes = tuple((p.name, _known(entry, p)) for p in entry.inputs)
+        needed = [p.name for p in entry.inputs if not (p.optional and entry.graph_sizes)]
+        if any(shape is None and name in needed for name, shape in shapes) or not _plain(entry, entry.chunk):
             return None
-        shapes = tuple((p.name, tuple(_inner(entry, p.name))) for p in entry.inputs)
         return self._add((node, entry.name, rows, tokens, tuple(sorted(variants.items())), shapes), variants)
 
     def _add(self, key: _Key, variants: Mapping[str, Hashable]) -> Lane:
@@ -301,6 +305,12 @@ def _inner(entry: Entry, name: str) -> tuple[Any, ...]:
     """The dimensions of one row of input *name*."""
     port = next(p for p in entry.inputs if p.name == name)
     return tuple(port.shape[1:]) if port.layout == "packed" else tuple(port.shape)
+
+
+def _known(entry: Entry, port: Port) -> tuple[Any, ...] | None:
+    """The dimensions of one row of an input, ``None`` if they are not known before a request comes."""
+    inner = _inner(entry, port.name)
+    return inner if all(isinstance(size, int) for size in inner) else None
 
 
 def _shapes(entry: Entry, work: Work) -> Hashable:

@@ -100,9 +100,13 @@ def gather(entry: Entry, op: CallOp, work: Sequence[Work], device: torch.device,
 
 
 def blank_inputs(entry: Entry, lane: Lane, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Zeros for an entry whose inputs are of known shape, as many as *lane* has."""
-    inputs = {}
+    """Zeros for an entry whose inputs are of known shape, as many as *lane* has. An optional one of unknown shape is
+    left out."""
+    inputs: dict[str, Any] = {}
     for port in entry.inputs:
+        if port.optional and not all(isinstance(size, int) for size in port.shape):
+            inputs[port.name] = None
+            continue
         shape = (lane.tokens, *port.shape[1:]) if port.layout == "packed" else (lane.rows, *port.shape)
         inputs[port.name] = torch.zeros(shape, dtype=torch_dtype(port.dtype, dtype), device=device)  # type: ignore[arg-type]
     return inputs

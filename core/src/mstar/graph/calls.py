@@ -60,7 +60,7 @@ class CallRun:
         op = self.op
         if not op.varying:
             return op.group
-        shapes = tuple(tuple(v.tensor().shape) for v in (self.inputs[p] for p in op.shaped) if isinstance(v, Ref))
+        shapes = tuple(tuple(v.tensor().shape) for v in map(self.inputs.get, op.shaped) if isinstance(v, Ref))
         return (*op.group, shapes, tuple(p for p in op.optional if self.inputs.get(p) is not None))
 
 

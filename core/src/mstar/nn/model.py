@@ -98,6 +98,11 @@ class Model(abc.ABC):
         has no published weights."""
         return None
 
+    def loaded(self, node: str, module: Node) -> None:
+        """Called once when *module*, the node's, has its weights, on its device, before anything packs, compiles or
+        captures it: to fold adapters into them, say. Raises :class:`~mstar.spec.errors.SetupError` for what cannot
+        be."""
+
     def vocabulary(self, sampler: str) -> Sequence[bytes] | None:
         """The bytes that each token of resource *sampler* stands for, by id; an empty one is never generated inside of
         a constraint. Called at the first request with a constraint (structured output). ``None``: what the processor

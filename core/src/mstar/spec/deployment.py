@@ -77,10 +77,15 @@ class EngineOptions(_Section):
         description="A request's tokens are the same alone and in any batch, however its prompt is cut: on a GPU with "
         "slower kernels of M*'s own, on the CPU in float32 anyway. What cannot be so is refused at the start.",
     )
-    compile: bool = Field(
+    compile: bool | Literal["cuda"] = Field(
         False,
         description="Compile the layers of the nodes with `torch.compile`, at their first step; what was compiled is "
-        "kept in `<MSTAR_CACHE>/compile`. Needs a C++ compiler (on a GPU, Triton).",
+        "kept in `<MSTAR_CACHE>/compile`. Needs a C++ compiler (on a GPU, Triton). `cuda`: on a GPU that has what it "
+        "takes, nowhere else.",
+    )
+    compile_rounding: bool = Field(
+        False,
+        description="Compiled layers round what lies between fused operations, as plain calls do; slower.",
     )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 

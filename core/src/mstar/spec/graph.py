@@ -93,6 +93,9 @@ class Entry:
         and each other, and are forgotten after the step (a denoise pass over a prompt's KV).
     :param prefix: a request's first call may skip the head of the chunk port that its resources already hold (prefix
         cache). Needs an integer chunk port.
+    :param graph_sizes: of an entry that loops call on stacked inputs: sizes of the symbols in its inputs' shapes whose
+        steps are captured before the first request. Optional inputs of other symbols are left out of them. Steps of
+        other sizes are captured when they have come often enough.
     """
 
     name: str = "forward"
@@ -102,6 +105,7 @@ class Entry:
     resources: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     prefix: bool = False
+    graph_sizes: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,9 @@ class NodeSpec:
     entries: tuple[Entry, ...]
     max_rows: int | None = None
     """The most rows of one step, if the node has a limit of its own."""
+    graph_rows: tuple[int, ...] = ()
+    """To how many rows captured steps of one item a row are filled up, where a row costs much (a picture's); steps of
+    more run as plain calls. Empty: the runner's own numbers."""
 
     def entry(self, name: str) -> Entry:
         return next(e for e in self.entries if e.name == name)

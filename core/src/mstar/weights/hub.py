@@ -47,9 +47,10 @@ class HubSource(WeightSource):
 def _is_whole(folder: Path) -> bool:
     """Whether a snapshot has its weights: those that its index names, or any when there is no index."""
     try:
-        for index in folder.glob("*.safetensors.index.json"):
+        indexes = (*folder.glob("*.safetensors.index.json"), *folder.glob("*/*.safetensors.index.json"))
+        for index in indexes:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            if not all((folder / shard).is_file() for shard in shards):
+            if not all((index.parent / shard).is_file() for shard in shards):
                 return False
         check_checkpoint(folder)
     except (WeightsError, OSError, ValueError, KeyError):

@@ -37,10 +37,10 @@ def load(
     :raises WeightsError: the checkpoint is incomplete or damaged, a parameter is not filled, a tensor is not used, or a
         shape differs (promise P11).
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder / weightmap.folder)
     faults = _faults(_targets(module), weightmap, checkpoint)
     if faults:
-        raise WeightsError(f"the weights in {folder} do not match the model:\n  " + "\n  ".join(faults))
+        raise WeightsError(f"the weights in {checkpoint.folder} do not match the model:\n  " + "\n  ".join(faults))
     _materialise(module, weightmap, device, dtype)
     targets = _targets(module)
     total = sum(checkpoint.tensors[place.published].nbytes for place in weightmap.placements)
@@ -61,7 +61,7 @@ def mismatches(module: nn.Module, weightmap: WeightMap, folder: Path) -> list[st
 
     :raises WeightsError: the checkpoint is incomplete or damaged.
     """
-    return _faults(_targets(module), weightmap, Checkpoint(folder))
+    return _faults(_targets(module), weightmap, Checkpoint(folder / weightmap.folder))
 
 
 def _faults(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:

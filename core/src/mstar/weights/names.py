@@ -33,12 +33,15 @@ class WeightMap:
     :param zeros: (target, start, rows) of what is 0 and not published: the bias of a fused layer's part that has none.
     :param ignore: regular expressions (whole names) of published tensors that the node does not need.
     :param float32: regular expressions (whole names) of parameters that stay float32 whatever the model's dtype.
+    :param folder: where the node's checkpoint lies below the weights' folder, for repositories that have a folder for
+        each part of the model (``transformer``, ``vae``).
     """
 
     placements: tuple[Placement, ...]
     ignore: tuple[str, ...] = ()
     float32: tuple[str, ...] = ()
     zeros: tuple[tuple[str, int, int], ...] = ()
+    folder: str = ""
 
     @classmethod
     def from_module(
@@ -47,6 +50,7 @@ class WeightMap:
         rename: Mapping[str, str] | None = None,
         ignore: tuple[str, ...] = (),
         float32: tuple[str, ...] = (),
+        folder: str = "",
     ) -> WeightMap:
         """The map of a module whose submodules bear the published names; fused layers know their parts.
 
@@ -70,7 +74,7 @@ class WeightMap:
                         placements.append(Placement(_published(published, prefixes), target, start, rows))
                     elif rows is not None:
                         zeros.append((target, start, rows))
-        return cls(tuple(placements), (*ignore, *aliases), float32, tuple(zeros))
+        return cls(tuple(placements), (*ignore, *aliases), float32, tuple(zeros), folder)
 
     @classmethod
     def of_node(

@@ -39,6 +39,7 @@ __all__ = [
     "Built",
     "Faults",
     "build",
+    "compiles",
     "declared_resources",
     "make_model",
     "make_resource",
@@ -104,7 +105,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     plan = compile_graph(graph)
     deterministic = deployment.engine.deterministic
     faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
-    if deployment.engine.compile:
+    if deployment.engine.compile is True:
         faults += compile_faults(device, deterministic)
     if faults:
         raise DeploymentError(faults, config.places)
@@ -131,6 +132,16 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
     return Built(model, plan, resources, nodes, stage, device, dtype)
+
+
+def compiles(engine: EngineOptions, device: torch.device) -> bool:
+    """Whether the layers of nodes on *device* are compiled."""
+    if engine.compile != "cuda":
+        return bool(engine.compile)
+    fault = next(compile_faults(device, engine.deterministic), None) if device.type == "cuda" else None
+    if fault is not None:
+        log.warning("nothing is compiled: %s", fault[1])
+    return device.type == "cuda" and fault is None
 
 
 def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[str, str]]:
@@ -301,7 +312,9 @@ def _load_nodes(
         raise SetupError("engine.deterministic: " + "\n  ".join(refused))
     mapped = {name: found for name, found in maps.items() if found is not None}
     size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
-    if device.type == "cpu" and not engine.compile:  # compilers cannot look into what is packed
+    for name in mapped:
+        model.loaded(name, nodes[name])
+    if device.type == "cpu" and not compiles(engine, device):  # compilers cannot look into what is packed
         for name in mapped:
             prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters
     size += sum(_tensor_bytes(node) for name, node in nodes.items() if name not in mapped)

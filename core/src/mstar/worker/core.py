@@ -30,7 +30,7 @@ from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
-from mstar.worker.build import build, runner_name
+from mstar.worker.build import build, compiles, runner_name
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.observers import Observers
@@ -73,6 +73,7 @@ class Worker:
             deployment.scheduler.model_copy(update={"max_step_tokens": self._step_tokens}),
             group_limits=lambda group: limits.get(group[0]),
         )
+        compiling = compiles(deployment.engine, built.device)
         runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
         self.engine = Engine(
             built.nodes,
@@ -83,13 +84,16 @@ class Worker:
             built.device,
             built.dtype,
             self._step_done,
-            opaque if deployment.engine.compile else None,
+            opaque if compiling else None,
         )
         self._totals, self._began = StepTotals(built.plan), time.time()
         self._steps_watched = self.observers.watched("mstar_step_done")
-        if deployment.engine.compile:
+        if compiling:
             folder = None if config.cache is None else Path(config.cache, "compile")
-            compile_regions(built.nodes, deterministic=deployment.engine.deterministic, folder=folder)
+            how = deployment.engine
+            compile_regions(
+                built.nodes, deterministic=how.deterministic, eager_rounding=how.compile_rounding, folder=folder
+            )
         self._prepare(on_phase)
         self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
         self.observers.add("timeline", self.trace)

@@ -1,0 +1,1 @@
+"""What the benchmark of pictures is made of."""

@@ -1,0 +1,52 @@
+"""diffusers at the shape of a checkpoint, eager and compiled: what the engine's pictures are compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from image.random_weights import draw
+from image.shapes import Shape
+
+__all__ = ["reference_pipeline"]
+
+
+def reference_pipeline(shape: Shape, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """The pipeline of *shape* with random weights on *device*; tokenizer and configurations are those of *folder*."""
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+    from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
+    from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
+    from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    def config(part: str, name: str = "config.json") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((folder / part / name).read_text())
+        return found
+
+    kinds: tuple[Any, Any] = (
+        (Flux2Transformer2DModel, AutoencoderKLFlux2) if shape.flux2 else (ZImageTransformer2DModel, AutoencoderKL)
+    )
+    with torch.device(device):
+        transformer, vae = (
+            kind.from_config(config(part)) for kind, part in zip(kinds, ("transformer", "vae"), strict=True)
+        )
+        text = Qwen3ForCausalLM(Qwen3Config(**config("text_encoder")))
+    parts = [part.to(device, dtype).eval() for part in (transformer, vae, text)]
+    for part in parts:
+        draw(part)
+    common = {
+        "scheduler": FlowMatchEulerDiscreteScheduler.from_config(config("scheduler", "scheduler_config.json")),
+        "transformer": parts[0],
+        "vae": parts[1],
+        "text_encoder": parts[2],
+        "tokenizer": PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+    }
+    pipe: Any = Flux2KleinPipeline(**common, is_distilled=True) if shape.flux2 else ZImagePipeline(**common)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

@@ -1,0 +1,385 @@
+"""Pictures on a GPU: the engine against diffusers, against its own plain calls, and against what the device allows.
+
+    python benchmarks/image_gpu.py --out FILE.json                                  # all shapes; no network, no weights
+    python benchmarks/image_gpu.py --shapes klein-4b --parts eager,graphs,floor --out FILE.json
+    python benchmarks/image_gpu.py --shapes tiny --device cpu --out FILE.json       # does it work? no figures
+
+Models have random weights at published shapes. Each part runs in a process of its own and the file is written after
+each: what breaks or takes longer than ``--limit`` is reported, and the next goes on.
+
+Parts: ``eager`` (plain calls), ``graphs`` (captured steps), ``compiled`` (and compiled layers), ``exact`` (the same
+with exact norms and eager rounding): latency of one request, pictures a second at 1, 4 and 16 at once, and the PSNR
+of the pictures to those of ``eager``. ``floor``: products and attention of one step alone. ``vae``: decoding, plain and
+compiled. ``diffusers`` and ``diffusers-compiled``: the reference, in batches of the same sizes. ``http``: ``compiled``
+behind ``mstar serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["MSTAR_BENCH_RANDOM"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from common import environment, table
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager": {"engine": {"runner": "eager", "compile": False}},
+    "graphs": {"engine": {"compile": False}},
+    "compiled": {"engine": {"compile": True}},
+    "exact": {
+        "engine": {"compile": True, "compile_rounding": True},
+        "model_kwargs": {"compile_exact_ops": ["norms"]},
+    },
+}
+PARTS = (*ENGINES, "floor", "vae", "diffusers", "diffusers-compiled", "http")
+PROMPT = "A lighthouse on a cliff at dawn, gulls around it, long exposure, the sea a mist below"
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "mstar-core", "mstar-diffusion")
+PLUGINS = ("image.random_weights",)
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", default="z-image,klein-4b,klein-9b")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--at-once", default="1,4,16", help="numbers of requests at a time")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of what a median is taken of")
+    parser.add_argument("--limit", type=float, default=590, help="seconds for one part")
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--child", nargs=3, metavar=("SHAPE", "PART", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args(words)
+    if strange := set(args.parts.split(",")) - set(PARTS):
+        parser.error(f"unknown parts {', '.join(sorted(strange))}; known: {', '.join(PARTS)}")
+    if args.child:
+        args.out.write_text(json.dumps(measure(*args.child, args)))
+        return 0
+    found: dict[str, Any] = {"environment": environment(PACKAGES), "settings": _settings(args), "results": {}}
+    for shape in args.shapes.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            results = found["results"][shape] = {}
+            for part in args.parts.split(","):
+                results[part] = _in_a_process(shape, part, scratch, args)
+                _derive(results, Path(scratch))
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
+    _print(found["results"])
+    return 1 if any("error" in part for shape in found["results"].values() for part in shape.values()) else 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) for name, value in vars(args).items() if name not in ("child", "out")}
+
+
+def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace) -> dict[str, Any]:
+    out = Path(scratch) / f"{part}.json"
+    words = [sys.executable, __file__, "--child", shape, part, scratch, "--out", str(out), "--device", args.device]
+    words += ["--at-once", args.at_once, "--rounds", str(args.rounds)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(words, timeout=args.limit, stderr=subprocess.PIPE, text=True)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {args.limit:.0f} s"}
+    if done.returncode or not out.is_file():
+        return {"error": done.stderr.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
+    found: dict[str, Any] = json.loads(out.read_text())
+    return {**found, "part_s": time.monotonic() - began}
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+def measure(shape_name: str, part: str, scratch: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one part, in this process."""
+    from image.shapes import SHAPES, write_shape
+
+    shape, folder = SHAPES[shape_name], Path(scratch) / "weights"
+    if not folder.exists():
+        folder.mkdir()
+        write_shape(shape, folder)
+    at_once = [int(number) for number in args.at_once.split(",")]
+    if part in ENGINES:
+        return _engine(shape, folder, part, at_once, args, Path(scratch) / f"{part}.npy")
+    if part == "http":
+        return _http(shape, folder, at_once, args)
+    if part in ("floor", "vae"):
+        return (_floor if part == "floor" else _vae)(shape, folder, args)
+    return _diffusers(shape, folder, part, at_once, args)
+
+
+def _options(shape: Any, part: str, device: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(json.dumps(ENGINES[part]))
+    options = fields.setdefault("model_kwargs", {})
+    options |= {"capture_sizes": [[shape.size, shape.size]]}
+    if shape.flux2:
+        options["capture_edit_sizes"] = []
+    if device == "cpu":  # no machine code, and no graphs: that the parts run is all that is asked there
+        fields["engine"] = {}
+    return {**fields, "max_concurrent_requests": 16}
+
+
+def _settings_of() -> Any:
+    import importlib.metadata
+    from dataclasses import replace
+
+    from mstar.settings import Settings
+
+    installed = importlib.metadata.entry_points(group="mstar.plugins", name="diffusion")
+    more = () if installed else ("mstar_diffusion.plugin",)
+    return replace(Settings.from_env(os.environ), extra_plugins=(*PLUGINS, *more))
+
+
+def _engine(
+    shape: Any, folder: Path, part: str, at_once: Sequence[int], args: argparse.Namespace, pictures: Path
+) -> dict[str, Any]:
+    import mstar
+
+    began = time.perf_counter()
+    settings = _settings_of()
+    options = _options(shape, part, args.device)
+    with mstar.load(shape.key, weights=str(folder), device=args.device, settings=settings, **options) as model:
+        start_s = time.perf_counter() - began
+        knobs = {"width": shape.size, "height": shape.size, "num_inference_steps": shape.steps}
+
+        async def some(count: int) -> list[Any]:
+            asked = (model.agenerate(PROMPT, seed=seed, **knobs) for seed in range(count))
+            return list(await asyncio.gather(*asked))
+
+        # what is compiled or captured at the first requests is not what is measured
+        for count in (1, *at_once):
+            asyncio.run(some(count))
+        found = {"start_s": start_s, **_rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)}
+        answers = asyncio.run(some(4))
+        np.save(pictures, np.stack([answer.outputs["image"][0].frames[0] for answer in answers]))
+    return found | _memory(args.device)
+
+
+def _rates(run: Callable[[int], Any], at_once: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Median seconds of one request, and pictures a second at each number of requests at once."""
+    found: dict[str, Any] = {}
+    for count in at_once:
+        times = []
+        for _ in range(rounds if count == 1 else max(2, rounds // 2)):
+            began = time.perf_counter()
+            run(count)
+            times.append(time.perf_counter() - began)
+        median = sorted(times)[len(times) // 2]
+        found[f"pictures_per_s_{count}"] = count / median
+        if count == 1:
+            found["latency_s"] = median
+    return found
+
+
+def _memory(device: str) -> dict[str, float]:
+    import torch
+
+    return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if device == "cuda" else {}
+
+
+def _node(shape: Any, folder: Path, name: str, device: Any, dtype: Any) -> Any:
+    from image.random_weights import draw
+
+    from mstar.nn.model import BuildContext
+    from mstar.plugins import load_plugins
+    from mstar.registry import Registry, load_object
+    from mstar.weights import loader
+
+    spec = Registry(load_plugins(_settings_of())).model(shape.key)
+    model = load_object(spec.model)(BuildContext(folder, dtype, device, spec.options()))
+    node = model.on_meta(name)
+    loader._materialise(node, model.weights(name), device, dtype)
+    draw(node)
+    model.loaded(name, node)
+    return node.to(device).eval(), model
+
+
+def _step(device: Any, dtype: Any) -> Any:
+    import torch
+
+    from mstar.nn.node import Step
+
+    offsets = torch.arange(2, device=device)
+    return Step([1], offsets, offsets[:-1], [True], {}, device, dtype, None, "step")
+
+
+def _place(args: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    device = torch.device(args.device)
+    return device, torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _floor(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from image.floor import floor, seconds
+
+    device, dtype = _place(args)
+    node, model = _node(shape, folder, "dit", device, dtype)
+    facts, side, tokens = model.facts(), shape.size // 16, 512 if shape.flux2 else 64
+    inputs = {
+        "latent": torch.randn(1, side, side, facts.channels, device=device, dtype=dtype if shape.flux2 else None),
+        "prompt": torch.randn(1, tokens, facts.prompt, device=device, dtype=dtype),
+        "sigmas": torch.linspace(1, 0, 101, device=device)[None],
+        "index": torch.zeros(1, dtype=torch.int64, device=device),
+    }
+    step = _step(device, dtype)
+    with torch.inference_mode():
+        plain = seconds(lambda: node.step(step, **inputs), device, args.rounds)
+        found = floor(node, inputs, step, args.rounds)
+    total = found["products_s"] + found["attention_s"]
+    return {**found, "step_floor_s": total, "plain_step_s": plain, "steps": shape.steps}
+
+
+def _vae(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from image.floor import seconds
+
+    from mstar.engine.compile import compile_regions
+
+    device, dtype = _place(args)
+    node, model = _node(shape, folder, "vae_decoder", device, dtype)
+    side = shape.size // 16
+    latent = torch.randn(side, side, model.facts().channels, device=device, dtype=dtype)
+    step, found = _step(device, dtype), {}
+    with torch.inference_mode():
+        found["plain_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
+        (plain,) = node.forward(step, [latent])["image"]
+        found |= _memory(args.device)
+        if device.type == "cuda":
+            compile_regions({"vae_decoder": node})
+            found["compiled_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
+            (compiled,) = node.forward(step, [latent])["image"]
+            found["compiled_psnr_db"] = psnr(compiled.cpu().numpy(), plain.cpu().numpy())
+    return found
+
+
+def _diffusers(shape: Any, folder: Path, part: str, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from image.reference import reference_pipeline
+
+    device, dtype = _place(args)
+    pipe = reference_pipeline(shape, folder, device, dtype)
+    if part == "diffusers-compiled" and device.type == "cuda":
+        pipe.transformer = torch.compile(pipe.transformer)
+        pipe.vae.decode = torch.compile(pipe.vae.decode)
+    more: dict[str, Any] = {"text_encoder_out_layers": (1, 2, 3)} if shape.flux2 and not shape.changes else {}
+    more |= {} if shape.flux2 else {"guidance_scale": 0.0}
+
+    def run(count: int) -> None:
+        # batches of four at most: sixteen at 1024 x 1024 need more than a device has
+        for begin in range(0, count, 4):
+            size = min(4, count - begin)
+            pipe(
+                prompt=[PROMPT] * size,
+                width=shape.size,
+                height=shape.size,
+                num_inference_steps=shape.steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in range(begin, begin + size)],
+                **more,
+            )
+
+    with torch.inference_mode():
+        for count in (1, *at_once):
+            run(count)
+        return _rates(run, at_once, args.rounds) | _memory(args.device)
+
+
+def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    import httpx
+
+    options = _options(shape, "compiled", args.device)
+    config = folder.parent / "serve.yaml"
+    config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **options}))
+    more = {"MSTAR_EXTRA_PLUGINS": ",".join(_settings_of().extra_plugins), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = "from mstar.cli.app import main; main()"
+    words = [sys.executable, "-c", command, "serve", shape.key, "--config", str(config), "--port", str(port)]
+    with subprocess.Popen(words, env={**os.environ, **more}, stdout=sys.stderr) as server:
+        try:
+            _until_ready(url, server)
+            body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
+            body["num_inference_steps"] = shape.steps
+
+            async def some(count: int) -> None:
+                async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+                    asked = (client.post("/v1/images/generations", json={**body, "seed": i}) for i in range(count))
+                    for reply in await asyncio.gather(*asked):
+                        reply.raise_for_status()
+
+            for count in (1, *at_once):
+                asyncio.run(some(count))
+            return _rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    import httpx
+
+    while server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"the server ended with status {server.returncode} before it was ready")
+
+
+# --- what follows from the figures ------------------------------------------------------------------------------------
+def psnr(one: np.ndarray, other: np.ndarray) -> float:
+    """Peak signal to noise of pictures of 8 bits, in dB; 99 for the same picture."""
+    error = float(np.mean((one.astype(np.float64) - other.astype(np.float64)) ** 2))
+    return 99.0 if error == 0 else 10 * math.log10(255**2 / error)
+
+
+def _derive(results: dict[str, Any], scratch: Path) -> None:
+    plain = scratch / "eager.npy"
+    for part in ENGINES:
+        file = scratch / f"{part}.npy"
+        if part != "eager" and plain.is_file() and file.is_file():
+            pairs = zip(np.load(file), np.load(plain), strict=True)
+            results[part]["psnr_db"] = min(psnr(one, other) for one, other in pairs)
+    best = min((results[p]["latency_s"] for p in ENGINES if "latency_s" in results.get(p, {})), default=None)
+    for part, word in (("diffusers", "over_diffusers"), ("diffusers-compiled", "over_compiled_diffusers")):
+        if best and "latency_s" in results.get(part, {}):
+            results.setdefault("derived", {})[word] = results[part]["latency_s"] / best
+    if "latency_s" in results.get("http", {}) and "latency_s" in results.get("compiled", {}):
+        share = results["http"]["latency_s"] / results["compiled"]["latency_s"]
+        results.setdefault("derived", {})["http_over_offline"] = share
+    if best and "step_floor_s" in results.get("floor", {}):
+        results.setdefault("derived", {})["floor_s_a_step"] = results["floor"]["step_floor_s"]
+        vae = results.get("vae", {}).get("compiled_s", results.get("vae", {}).get("plain_s"))
+        if vae is not None:
+            steps = results["floor"]["steps"]
+            denoise = max(best - vae, 1e-9)
+            results["derived"]["share_of_floor"] = steps * results["floor"]["step_floor_s"] / denoise
+
+
+def _print(results: dict[str, Any]) -> None:
+    for shape, parts in results.items():
+        rows = [{"part": name, **{k: v for k, v in found.items() if k != "error"}} for name, found in parts.items()]
+        columns = ["part", "latency_s", "pictures_per_s_1", "pictures_per_s_4", "pictures_per_s_16", "psnr_db"]
+        table(shape, rows, columns, digits=3)
+        for name, found in parts.items():
+            if "error" in found:
+                print(f"{shape} {name}: {found['error']}", file=sys.stderr)
+        print(json.dumps(parts.get("derived", {})))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

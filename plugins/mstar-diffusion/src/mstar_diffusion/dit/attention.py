@@ -1,0 +1,49 @@
+"""Attention of all tokens of a row with each other, by the implementation that the deployment names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["ATTENTION_BACKENDS", "attend", "attention_by"]
+
+ATTENTION_BACKENDS: dict[str, tuple[SDPBackend, ...]] = {
+    # in the order in which they are tried
+    "sdpa": (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH),
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+    "math": (SDPBackend.MATH,),
+}
+"""Names of the option ``attention_backend``. Pictures come in few sizes, so cuDNN's attention, which prepares itself
+for each length anew, is worth its preparation here."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
+    """``[rows, tokens, heads, head_dim]`` of queries, keys and values of that shape; keys and values may have fewer
+    heads, each shared by as many query heads. *mask*: bool ``[rows, 1, tokens, tokens]``, true where a query sees."""
+    shared = q.shape[2] != k.shape[2]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, 0.0, causal, enable_gqa=shared
+    )
+    return out.transpose(1, 2)
+
+
+@contextmanager
+def attention_by(name: str, device: torch.device) -> Iterator[None]:
+    """Within it :func:`attend` runs on the backend *name*. The CPU has one of its own, whatever the name."""
+    if device.type == "cpu":
+        yield
+        return
+    with sdpa_kernel(list(ATTENTION_BACKENDS[name]), set_priority=True):
+        yield

@@ -1,0 +1,295 @@
+"""FLUX.2's denoiser: text and picture in two streams that attend to each other, then in one.
+
+Source: diffusers 0.42.1, ``models/transformers/transformer_flux2.py``. Submodules bear the published names. No layer
+has a bias; all blocks of a kind share one modulation, which is computed once a step.
+
+References are further tokens behind the picture's, at the noise-free end of the sequence: they are seen and cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mstar.nn.linear import Linear, MergedLinear
+from mstar.nn.node import Node, Step
+from mstar.spec.errors import SetupError
+from mstar_diffusion.dit.attention import attend, attention_by
+from mstar_diffusion.dit.feed_forward import SwiGLU
+from mstar_diffusion.dit.modulation import Modulation, Shifted, modulated
+from mstar_diffusion.dit.rope import AxesRope, Turn, grid, line
+from mstar_diffusion.dit.time import time_waves
+from mstar_diffusion.layout import refuse_unknown
+from mstar_diffusion.rows import row_by_row
+from mstar_diffusion.steppers import at_step, clean, euler
+
+__all__ = ["Flux2Config", "Flux2Dit"]
+
+_REFERENCE_TIME = 10
+"""The first reference's coordinate on the axis of time, and how far the next ones are apart. The picture's is 0."""
+_KNOWN = frozenset(
+    (
+        "attention_head_dim", "axes_dims_rope", "eps", "guidance_embeds", "in_channels", "joint_attention_dim",
+        "mlp_ratio", "num_attention_heads", "num_layers", "num_single_layers", "out_channels", "patch_size",
+        "rope_theta", "timestep_guidance_channels"
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flux2Config:
+    """``transformer/config.json``. *token*: width of a latent token; *context*: of the text encoder's."""
+
+    token: int
+    context: int
+    dim: int
+    heads: int
+    double: int
+    single: int
+    time: int
+    axes: tuple[int, ...]
+    mlp_ratio: float = 3.0
+    theta: float = 2000.0
+    eps: float = 1e-6
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Flux2Config:
+        """Raises :class:`SetupError` for what [klein] does not have."""
+        where = "transformer/config.json"
+        refuse_unknown(config, _KNOWN, where)
+        heads, width = int(config["num_attention_heads"]), int(config["attention_head_dim"])
+        fixed = {"patch_size": 1, "guidance_embeds": False}
+        for key, value in fixed.items():
+            if config.get(key, value) != value:
+                raise SetupError(f"{where}: {key} {config[key]!r} is not supported; {value!r} is")
+        if config.get("out_channels") not in (None, config["in_channels"]):
+            raise SetupError(f"{where}: out_channels {config['out_channels']!r} differ from in_channels")
+        axes = tuple(config["axes_dims_rope"])
+        if sum(axes) != width or len(axes) != 4:
+            raise SetupError(f"{where}: axes_dims_rope {list(axes)} are not four that add up to a head of {width}")
+        return cls(
+            token=int(config["in_channels"]),
+            context=int(config["joint_attention_dim"]),
+            dim=heads * width,
+            heads=heads,
+            double=int(config["num_layers"]),
+            single=int(config["num_single_layers"]),
+            time=int(config.get("timestep_guidance_channels", 256)),
+            axes=axes,
+            mlp_ratio=float(config.get("mlp_ratio", 3.0)),
+            theta=float(config.get("rope_theta", 2000)),
+            eps=float(config.get("eps", 1e-6)),
+        )
+
+    @property
+    def head(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def hidden(self) -> int:
+        return int(self.dim * self.mlp_ratio)
+
+    def norm(self) -> nn.LayerNorm:
+        return nn.LayerNorm(self.dim, self.eps, elementwise_affine=False)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.linear_in = Linear(config.dim, 2 * config.hidden)
+        self.act = SwiGLU()
+        self.linear_out = Linear(config.hidden, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_out(self.act(self.linear_in(x)))  # type: ignore[no-any-return]
+
+
+class JointAttention(nn.Module):
+    """Text and picture each have projections of their own, and attend as one sequence, text first."""
+
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        dim, self.heads = config.dim, config.heads
+        self.to_qkv = MergedLinear(dim, {"to_q": dim, "to_k": dim, "to_v": dim})
+        self.added_qkv = MergedLinear(dim, {"add_q_proj": dim, "add_k_proj": dim, "add_v_proj": dim})
+        self.norm_q, self.norm_k, self.norm_added_q, self.norm_added_k = (
+            nn.RMSNorm(config.head, config.eps) for _ in range(4)
+        )
+        self.to_out = nn.ModuleList([Linear(dim, dim)])
+        self.to_add_out = Linear(dim, dim)
+
+    def forward(self, picture: Tensor, text: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        q, k, v = self.to_qkv(picture).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        text_q, text_k, text_v = self.added_qkv(text).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        q = turn.apply(torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1))
+        k = turn.apply(torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1))
+        mixed = attend(q, k, torch.cat((text_v, v), 1)).flatten(2)
+        of_text, of_picture = mixed[:, : text.shape[1]], mixed[:, text.shape[1] :]
+        return self.to_out[0](of_picture), self.to_add_out(of_text)
+
+
+class DoubleBlock(nn.Module):
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.norm1, self.norm1_context, self.norm2, self.norm2_context = (config.norm() for _ in range(4))
+        self.attn = JointAttention(config)
+        self.ff, self.ff_context = FeedForward(config), FeedForward(config)
+
+    def forward(
+        self,
+        picture: Tensor,
+        text: Tensor,
+        steered: tuple[Modulation, Modulation],
+        text_steered: tuple[Modulation, Modulation],
+        turn: Turn,
+    ) -> tuple[Tensor, Tensor]:
+        """*picture* and *text* ``[rows, tokens, dim]``; of each the modulation of attention and of the feed-forward."""
+        (mixing, feeding), (text_mixing, text_feeding) = steered, text_steered
+        mixed, text_mixed = self.attn(
+            modulated(self.norm1(picture), mixing.scale, mixing.shift),
+            modulated(self.norm1_context(text), text_mixing.scale, text_mixing.shift),
+            turn,
+        )
+        picture = picture + mixing.gate * mixed
+        picture = picture + feeding.gate * self.ff(modulated(self.norm2(picture), feeding.scale, feeding.shift))
+        text = text + text_mixing.gate * text_mixed
+        fed = self.ff_context(modulated(self.norm2_context(text), text_feeding.scale, text_feeding.shift))
+        return picture, text + text_feeding.gate * fed
+
+
+class ParallelAttention(nn.Module):
+    """Attention and feed-forward side by side, with one product before and one after both."""
+
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.heads, self.parts = config.heads, (3 * config.dim, 2 * config.hidden)
+        self.to_qkv_mlp_proj = Linear(config.dim, sum(self.parts))
+        self.act = SwiGLU()
+        self.norm_q, self.norm_k = (nn.RMSNorm(config.head, config.eps) for _ in range(2))
+        self.to_out = Linear(config.dim + config.hidden, config.dim)
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        qkv, fed = self.to_qkv_mlp_proj(x).split(self.parts, -1)
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
+        mixed = attend(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v)
+        return self.to_out(torch.cat((mixed.flatten(2), self.act(fed)), -1))  # type: ignore[no-any-return]
+
+
+class SingleBlock(nn.Module):
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.norm = config.norm()
+        self.attn = ParallelAttention(config)
+
+    def forward(self, x: Tensor, steered: Modulation, turn: Turn) -> Tensor:
+        return x + steered.gate * self.attn(modulated(self.norm(x), steered.scale, steered.shift), turn)  # type: ignore[no-any-return]
+
+
+class TimestepEmbedder(nn.Module):
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.width = config.time
+        self.linear_1, self.linear_2 = Linear(config.time, config.dim), Linear(config.dim, config.dim)
+
+    def forward(self, times: Tensor) -> Tensor:
+        """*times* ``[rows]`` in the model's dtype."""
+        return self.linear_2(F.silu(self.linear_1(time_waves(times, self.width).to(times.dtype))))  # type: ignore[no-any-return]
+
+
+class OutNorm(nn.Module):
+    def __init__(self, config: Flux2Config):
+        super().__init__()
+        self.linear = Linear(config.dim, 2 * config.dim)
+        self.norm = config.norm()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        scale, shift = self.linear(F.silu(time)).chunk(2, -1)
+        return self.norm(x) * (1 + scale)[:, None] + shift[:, None]  # type: ignore[no-any-return]
+
+
+class Flux2Dit(Node):
+    """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, normalised.
+
+    :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+    """
+
+    def __init__(self, config: Flux2Config, attention: str = "sdpa"):
+        super().__init__()
+        self.config, self.backend = config, attention
+        self.time_guidance_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config)})
+        self.double_stream_modulation_img = Shifted(config.dim, 2)
+        self.double_stream_modulation_txt = Shifted(config.dim, 2)
+        self.single_stream_modulation = Shifted(config.dim, 1)
+        self.x_embedder = Linear(config.token, config.dim)
+        self.context_embedder = Linear(config.context, config.dim)
+        self.transformer_blocks = nn.ModuleList(DoubleBlock(config) for _ in range(config.double))
+        self.single_transformer_blocks = nn.ModuleList(SingleBlock(config) for _ in range(config.single))
+        self.norm_out = OutNorm(config)
+        self.proj_out = Linear(config.dim, config.token)
+        self.rope = AxesRope(config.axes, config.theta)
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        for name in ("transformer_blocks", "single_transformer_blocks"):
+            yield from ((f"{name}.{i}", block) for i, block in enumerate(getattr(self, name)))
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+    def prepare(self, step: Step, context: Tensor, length: Tensor) -> dict[str, Any]:
+        """*context* ``[rows, L, context]``, padding included: it is seen like text. Returns ``prompt``
+        ``[rows, L, dim]``."""
+        return {"prompt": row_by_row(self.context_embedder, context)}
+
+    def step(
+        self,
+        step: Step,
+        latent: Tensor,
+        prompt: Tensor,
+        sigmas: Tensor,
+        index: Tensor,
+        condition_0: Tensor | None = None,
+        condition_1: Tensor | None = None,
+        condition_2: Tensor | None = None,
+        condition_3: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """One Euler step. *latent* ``[rows, h, w, token]``; *prompt* of :meth:`prepare`; *sigmas* ``[rows, S]`` and
+        *index* ``[rows]`` as :func:`~mstar_diffusion.steppers.euler`'s; the references ``[rows, h', w', token]``."""
+        seen = (condition_0, condition_1, condition_2, condition_3)
+        with attention_by(self.backend, step.device):
+            velocity = row_by_row(self._flow, latent, prompt, at_step(sigmas, index), *seen)
+        return {
+            "latent": euler(latent, velocity, sigmas, index),
+            "clean": clean(latent, velocity, sigmas, index),
+        }
+
+    # --- one step's maths ---------------------------------------------------------------------------------------------
+    def _flow(self, latent: Tensor, prompt: Tensor, level: Tensor, *conditions: Tensor | None) -> Tensor:
+        """The velocity of *latent* at noise *level* ``[rows]``."""
+        height, width = latent.shape[1:3]
+        seen = [condition for condition in conditions if condition is not None]
+        # the reference rounds the time to the model's dtype twice on its way
+        times = (level * 1000).to(latent.dtype) / 1000 * 1000
+        time = self.time_guidance_embed["timestep_embedder"](times)
+        steered, text_steered = self.double_stream_modulation_img(time), self.double_stream_modulation_txt(time)
+        (single,) = self.single_stream_modulation(time)
+        tokens = torch.cat([picture.flatten(1, 2) for picture in (latent, *seen)], 1)
+        picture, text, turn = self.x_embedder(tokens), prompt, self._turn(latent, prompt, seen)
+        for block in self.transformer_blocks:
+            picture, text = block(picture, text, steered, text_steered, turn)
+        x = torch.cat((text, picture), 1)
+        for block in self.single_transformer_blocks:
+            x = block(x, single, turn)
+        behind = prompt.shape[1]
+        x = self.norm_out(x[:, behind : behind + height * width], time)
+        return self.proj_out(x).unflatten(1, (height, width))  # type: ignore[no-any-return]
+
+    def _turn(self, latent: Tensor, prompt: Tensor, seen: list[Tensor]) -> Turn:
+        """Axes: time, row, column, place in the text."""
+        device = latent.device
+        places = [line(prompt.shape[1], 4, 3, device), grid(latent.shape[1], latent.shape[2], device, after=1)]
+        for number, picture in enumerate(seen, 1):
+            places.append(grid(picture.shape[1], picture.shape[2], device, before=(_REFERENCE_TIME * number,), after=1))
+        return self.rope(torch.cat(places))  # type: ignore[no-any-return]

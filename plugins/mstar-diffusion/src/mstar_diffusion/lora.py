@@ -1,0 +1,169 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) folded into the weights when these are loaded.
+
+A folded adapter costs nothing when pictures are made. Sums are taken in float32 and rounded once.
+
+Layouts: PEFT (``base_model.model.NAME.lora_A.weight``), diffusers (``transformer.NAME.lora_A.weight``), the authors'
+names (``diffusion_model.NAME.lora_A.weight``, also with ``lora_down`` and ``lora_up``), kohya's (``lora_unet_`` and the
+name with underscores). What an adapter adds is ``alpha / rank * up @ down``: *alpha* is a tensor of the file, else
+``lora_alpha`` of the configuration beside it (then with ``use_rslora`` over the square root of the rank), else the
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from mstar.processing.tokenizer import read_json
+from mstar.spec.errors import SetupError, nearest
+from mstar.weights.names import Placement, WeightMap
+from mstar_diffusion.knobs import Lora
+from mstar_diffusion.native import NativeNames
+
+__all__ = ["Adapter", "fold", "read_adapter"]
+
+_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.")
+_FLAT = ("lora_unet_", "lora_transformer_")
+_SUFFIX = re.compile(
+    r"(?P<name>.+?)\.(?:(?P<way>lora_A|lora_B|lora_down|lora_up)(?:\.[^.]+)?\.weight|(?P<alpha>alpha))", re.ASCII
+)
+_CONFIGS = ("adapter_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of one layer: *down* ``[rank, in]``, *up* ``[out, rank]``, and the factor of their product."""
+
+    down: Tensor
+    up: Tensor
+    factor: float
+
+    def delta(self, device: torch.device) -> Tensor:
+        """float32 ``[out, in]``."""
+        return self.up.to(device, torch.float32) @ self.down.to(device, torch.float32) * self.factor
+
+
+def fold(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], native: NativeNames) -> None:
+    """Add *adapters* to *module*'s parameters, which have been loaded by *weightmap*.
+
+    :raises SetupError: a file cannot be read, or holds what has no place in this model; names the file and the tensor.
+    """
+    if not adapters:
+        return
+    places = {p.published.removesuffix(".weight"): p for p in weightmap.placements if p.published.endswith(".weight")}
+    targets = dict(module.named_parameters())
+    for lora in adapters:
+        file = _file(Path(lora.path))
+        for name, adapter in read_adapter(file).items():
+            _add(file, name, adapter, lora.scale, places, targets, native)
+
+
+def read_adapter(file: Path) -> dict[str, Adapter]:
+    """The adapters in *file* by their layers' names as the file has them."""
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise SetupError(f"the adapter {file} cannot be read: {error}") from error
+    config = next((found for name in _CONFIGS if "r" in (found := read_json(file.parent, name))), {})
+    if config.get("use_dora") or config.get("alpha_pattern") or config.get("rank_pattern"):
+        words = [key for key in ("use_dora", "alpha_pattern", "rank_pattern") if config.get(key)]
+        raise SetupError(f"the adapter {file}: its configuration has {', '.join(words)}, which is not supported")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _SUFFIX.fullmatch(key)
+        if match is None:
+            raise SetupError(
+                f"the adapter {file}: tensor {key!r} is none of a low-rank adapter (lora_A, lora_B, lora_down, "
+                "lora_up, alpha)"
+            )
+        part = match["alpha"] or {"lora_down": "lora_A", "lora_up": "lora_B"}.get(match["way"], match["way"])
+        parts.setdefault(match["name"], {})[part] = tensor
+    return {name: _adapter(file, name, found, config) for name, found in parts.items()}
+
+
+def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> Adapter:
+    for part in ("lora_A", "lora_B"):
+        if part not in found or found[part].ndim != 2:
+            raise SetupError(f"the adapter {file}: {name!r} has no matrix {part}")
+    down, up = found["lora_A"], found["lora_B"]
+    rank = down.shape[0]
+    if up.shape[1] != rank:
+        raise SetupError(f"the adapter {file}: {name!r} has ranks {rank} and {up.shape[1]}")
+    if "alpha" in found:
+        return Adapter(down, up, float(found["alpha"]) / rank)
+    alpha = float(config.get("lora_alpha", rank))
+    return Adapter(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _add(
+    file: Path,
+    name: str,
+    adapter: Adapter,
+    scale: float,
+    places: Mapping[str, Placement],
+    targets: Mapping[str, Tensor],
+    native: NativeNames,
+) -> None:
+    plain = _plain(name, (*places, *native))
+    if plain not in places and plain not in native:
+        raise SetupError(
+            f"the adapter {file}: {name!r} is no layer of this model's denoiser{nearest(plain, [*places, *native])}"
+        )
+    swapped = plain not in places and native[plain].swapped
+    published = (plain,) if plain in places else native[plain].published
+    rows = [_rows(targets, places[part]) for part in published]
+    delta = adapter.delta(rows[0].device) * scale
+    if delta.shape != (sum(len(part) for part in rows), rows[0].shape[-1]) or rows[0].ndim != 2:
+        shape = [sum(len(part) for part in rows), *rows[0].shape[1:]]
+        raise SetupError(f"the adapter {file}: {name!r} is for {list(delta.shape)}, this model's layer is {shape}")
+    if swapped:
+        delta = torch.cat(delta.chunk(2)[::-1])
+    with torch.no_grad():
+        for part, change in zip(rows, torch.split(delta, [len(part) for part in rows]), strict=True):
+            part.copy_(part.float() + change)
+
+
+def _plain(name: str, known: Iterable[str]) -> str:
+    """The layer's name without what trainers put before it."""
+    for prefix in _FLAT:
+        if name.startswith(prefix):
+            flat = name.removeprefix(prefix)
+            return next((layer for layer in known if layer.replace(".", "_") == flat), flat)
+    for prefix in _stripped(name):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _stripped(name: str) -> Iterator[str]:
+    """Prefixes of *name*: PEFT's may stand before another's."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            yield prefix
+            name = name.removeprefix(prefix)
+
+
+def _rows(targets: Mapping[str, Tensor], place: Placement) -> Tensor:
+    target = targets[place.target]
+    return target if place.rows is None else target[place.start : place.start + place.rows]
+
+
+def _file(path: Path) -> Path:
+    """*path*, or the one safetensors file in the folder that it is."""
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            found = ", ".join(file.name for file in files) or "none"
+            raise SetupError(f"the adapter {path} should be a folder with one safetensors file; it holds {found}")
+        return files[0]
+    if not path.is_file():
+        raise SetupError(f"the adapter {path} is not there")
+    return path

@@ -1,0 +1,51 @@
+"""The noise that a seed means: PyTorch's normal numbers of a CPU generator, made with numpy.
+
+So a seed starts from the picture that ``torch.Generator("cpu").manual_seed(seed)`` gives a reference pipeline, on any
+device, and the API side needs no torch.
+
+Source: PyTorch 2.13, ``aten/src/ATen/native/cpu/DistributionTemplates.h`` (``normal_fill``) and
+``core/MT19937RNGEngine``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["normal"]
+
+_GROUP = 16
+"""Numbers that are made of as many uniform ones at a time: the cosines of eight pairs, then the sines."""
+
+
+def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """``torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed))`` in float32, to the last bit or two
+    (its vectorised sine and logarithm round in another way).
+
+    :param shape: of 16 numbers or more. :param seed: an integer of 64 bits, of which PyTorch's engine reads 32.
+    """
+    size = math.prod(shape)
+    if size < _GROUP:
+        raise ValueError(f"noise of {size} numbers: PyTorch draws fewer than {_GROUP} in another way")
+    engine = np.random.RandomState(seed & 0xFFFFFFFF)  # the same engine, seeded in the same way
+    numbers = _uniform(engine, size)
+    made = _pairs(numbers[: size // _GROUP * _GROUP])
+    if size % _GROUP:
+        # the last group overlaps the one before and is drawn anew
+        made = np.concatenate((made[: size - _GROUP], _pairs(_uniform(engine, _GROUP))))
+    return made.astype(np.float32).reshape(shape)
+
+
+def _uniform(engine: np.random.RandomState, count: int) -> NDArray[np.float64]:
+    """Multiples of 2^-24 in 0…1, without 1."""
+    raw = engine.randint(0, 1 << 32, count, dtype=np.uint32)
+    return (raw & 0xFFFFFF).astype(np.float64) * 2.0**-24
+
+
+def _pairs(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Box and Muller's transform of each group: pair *i* is its numbers *i* and *i + 8*."""
+    first, second = np.moveaxis(uniform.reshape(-1, 2, _GROUP // 2), 1, 0)
+    radius, angle = np.sqrt(-2.0 * np.log(1.0 - first)), 2.0 * math.pi * second
+    return np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1).reshape(-1)

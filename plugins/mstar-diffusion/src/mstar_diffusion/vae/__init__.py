@@ -1,0 +1,1 @@
+"""Autoencoders: pictures as latents, and back."""

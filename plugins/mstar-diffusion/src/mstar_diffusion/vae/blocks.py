@@ -1,0 +1,161 @@
+"""The parts of a convolutional autoencoder with one attention in the middle (Rombach et al. 2022, "KL-f8").
+
+Source: diffusers 0.42.1, ``Encoder`` and ``Decoder`` of ``models/autoencoders/vae.py``. Submodules bear the published
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Decoder", "Encoder"]
+
+_EPS = 1e-6
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a way around them. ``[rows, C, H, W]``."""
+
+    def __init__(self, channels: int, out: int, groups: int):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, channels, _EPS)
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, out, _EPS)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        self.conv_shortcut = nn.Conv2d(channels, out, 1) if channels != out else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.silu(self.norm1(x)))
+        y = self.conv2(F.silu(self.norm2(y)))
+        return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + y  # type: ignore[no-any-return]
+
+
+class PointAttention(nn.Module):
+    """Every point sees all others, in one head as wide as the channels."""
+
+    def __init__(self, channels: int, groups: int):
+        super().__init__()
+        self.group_norm = nn.GroupNorm(groups, channels, _EPS)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        points = x.flatten(2).transpose(1, 2)
+        # compiled code calls the norm's kernel directly, which wants its input in order
+        normed = self.group_norm(points.transpose(1, 2).contiguous()).transpose(1, 2)
+        q, k, v = (layer(normed)[:, None] for layer in (self.to_q, self.to_k, self.to_v))
+        out = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
+        return out.transpose(-1, -2).reshape(x.shape) + x  # type: ignore[no-any-return]
+
+
+class Middle(nn.Module):
+    def __init__(self, channels: int, groups: int, attention: bool):
+        super().__init__()
+        self.resnets = nn.ModuleList(Residual(channels, channels, groups) for _ in range(2))
+        self.attentions = nn.ModuleList([PointAttention(channels, groups)] if attention else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.resnets[0](x)
+        for attention in self.attentions:
+            x = attention(x)
+        return self.resnets[1](x)  # type: ignore[no-any-return]
+
+
+class Halved(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)))  # type: ignore[no-any-return]
+
+
+class Doubled(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))  # type: ignore[no-any-return]
+
+
+class Down(nn.Module):
+    def __init__(self, channels: int, out: int, layers: int, groups: int, last: bool):
+        super().__init__()
+        widths = [channels, *[out] * layers]
+        self.resnets = nn.ModuleList(Residual(widths[i], out, groups) for i in range(layers))
+        self.downsamplers = nn.ModuleList([] if last else [Halved(out)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.resnets, *self.downsamplers):
+            x = block(x)
+        return x
+
+
+class Up(nn.Module):
+    def __init__(self, channels: int, out: int, layers: int, groups: int, last: bool):
+        super().__init__()
+        widths = [channels, *[out] * layers]
+        self.resnets = nn.ModuleList(Residual(widths[i], out, groups) for i in range(layers))
+        self.upsamplers = nn.ModuleList([] if last else [Doubled(out)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.resnets, *self.upsamplers):
+            x = block(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """Pictures ``[rows, 3, H, W]`` in -1…1 to mean and log-variance ``[rows, 2 * latent, H/f, W/f]``.
+
+    :param widths: channels at each size, the full one first; each but the last halves height and width.
+    """
+
+    def __init__(
+        self, channels: int, latent: int, widths: Sequence[int], layers: int, groups: int, attention: bool = True
+    ):
+        super().__init__()
+        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
+        before = [widths[0], *widths]
+        last = len(widths) - 1
+        self.down_blocks = nn.ModuleList(
+            Down(before[i], width, layers, groups, i == last) for i, width in enumerate(widths)
+        )
+        self.mid_block = Middle(widths[-1], groups, attention)
+        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], _EPS)
+        self.conv_out = nn.Conv2d(widths[-1], 2 * latent, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in self.down_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.conv_norm_out(self.mid_block(x))))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Latents ``[rows, latent, h, w]`` to pictures ``[rows, 3, h * f, w * f]``, about -1…1. *widths* as in
+    :class:`Encoder`; each size has one block more than there."""
+
+    def __init__(
+        self, channels: int, latent: int, widths: Sequence[int], layers: int, groups: int, attention: bool = True
+    ):
+        super().__init__()
+        falling = list(reversed(widths))
+        before = [falling[0], *falling]
+        last = len(falling) - 1
+        self.conv_in = nn.Conv2d(latent, falling[0], 3, padding=1)
+        self.mid_block = Middle(falling[0], groups, attention)
+        self.up_blocks = nn.ModuleList(
+            Up(before[i], width, layers + 1, groups, i == last) for i, width in enumerate(falling)
+        )
+        self.conv_norm_out = nn.GroupNorm(groups, widths[0], _EPS)
+        self.conv_out = nn.Conv2d(widths[0], channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mid_block(self.conv_in(x))
+        for block in self.up_blocks:
+            x = block(x)
+        return self.conv_out(F.silu(self.conv_norm_out(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Z-Image (Tongyi-MAI): a single-stream diffusion transformer, its turbo distilled to eight steps."""

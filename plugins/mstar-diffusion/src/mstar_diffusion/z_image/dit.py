@@ -1,0 +1,264 @@
+"""Z-Image's denoiser: caption and picture in one sequence, through one kind of block.
+
+Source: diffusers 0.42.1, ``models/transformers/transformer_z_image.py``, of which this is the text-to-picture mode.
+Submodules bear the published names.
+
+A caption is padded to a multiple of 32 tokens and a picture too, with learned tokens that are seen like all others. The
+caption does not depend on the noise: two blocks refine it once, and two refine the picture alone before both meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mstar.nn.linear import Linear, MergedLinear
+from mstar.nn.node import Node, Step
+from mstar.spec.errors import SetupError
+from mstar_diffusion.dit.attention import attend, attention_by
+from mstar_diffusion.dit.feed_forward import SwiGLU
+from mstar_diffusion.dit.rope import AxesRope, Turn, grid, line
+from mstar_diffusion.dit.time import time_waves
+from mstar_diffusion.guidance import away_from
+from mstar_diffusion.layout import refuse_unknown
+from mstar_diffusion.rows import row_by_row
+from mstar_diffusion.steppers import at_step, clean, euler
+
+__all__ = ["MULTIPLE", "ZImageConfig", "ZImageDit"]
+
+MULTIPLE = 32
+"""Captions and pictures are padded to a multiple of so many tokens."""
+
+_TIME = 256
+"""Width of the vector that a noise level becomes; *dim* where that is less."""
+_TIME_HIDDEN = 1024
+_PATCH = 2
+_HEAD_EPS = 1e-5
+_KNOWN = frozenset(
+    (
+        "all_f_patch_size", "all_patch_size", "axes_dims", "axes_lens", "cap_feat_dim", "dim", "in_channels",
+        "n_heads", "n_kv_heads", "n_layers", "n_refiner_layers", "norm_eps", "qk_norm", "rope_theta",
+        "siglip_feat_dim", "t_scale"
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ZImageConfig:
+    """``transformer/config.json``. *channels*: of the latents; a token is 2 x 2 of their points."""
+
+    channels: int
+    dim: int
+    layers: int
+    refiners: int
+    heads: int
+    caption: int
+    axes: tuple[int, ...]
+    eps: float = 1e-5
+    theta: float = 256.0
+    time_scale: float = 1000.0
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> ZImageConfig:
+        """Raises :class:`SetupError` for what this family does not have."""
+        where = "transformer/config.json"
+        refuse_unknown(config, _KNOWN, where)
+        heads = int(config["n_heads"])
+        fixed = {
+            "all_patch_size": [_PATCH],
+            "all_f_patch_size": [1],
+            "n_kv_heads": heads,
+            "qk_norm": True,
+            "siglip_feat_dim": None,
+        }
+        for key, value in fixed.items():
+            if config.get(key, value) != value:
+                raise SetupError(f"{where}: {key} {config[key]!r} is not supported; {value!r} is")
+        axes = tuple(config["axes_dims"])
+        if sum(axes) * heads != config["dim"]:
+            raise SetupError(f"{where}: axes_dims {list(axes)} do not add up to a head of {config['dim']} / {heads}")
+        return cls(
+            channels=int(config["in_channels"]),
+            dim=int(config["dim"]),
+            layers=int(config["n_layers"]),
+            refiners=int(config["n_refiner_layers"]),
+            heads=heads,
+            caption=int(config["cap_feat_dim"]),
+            axes=axes,
+            eps=float(config.get("norm_eps", 1e-5)),
+            theta=float(config.get("rope_theta", 256.0)),
+            time_scale=float(config.get("t_scale", 1000.0)),
+        )
+
+    @property
+    def token(self) -> int:
+        return _PATCH * _PATCH * self.channels
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ZImageConfig):
+        super().__init__()
+        dim, self.heads = config.dim, config.heads
+        self.to_qkv = MergedLinear(dim, {"to_q": dim, "to_k": dim, "to_v": dim})
+        self.norm_q, self.norm_k = (nn.RMSNorm(dim // config.heads, _HEAD_EPS) for _ in range(2))
+        self.to_out = nn.ModuleList([Linear(dim, dim)])
+
+    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        mixed = attend(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v)
+        return self.to_out[0](mixed.flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        hidden = int(dim / 3 * 8)
+        self.w13 = MergedLinear(dim, {"w1": hidden, "w3": hidden})
+        self.act = SwiGLU()
+        self.w2 = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.act(self.w13(x)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Each part is normed before and after. *modulated*: a noise level scales what goes in and weighs what comes
+    out."""
+
+    def __init__(self, config: ZImageConfig, modulated: bool):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(config), FeedForward(config.dim)
+        self.attention_norm1, self.attention_norm2, self.ffn_norm1, self.ffn_norm2 = (
+            nn.RMSNorm(config.dim, config.eps) for _ in range(4)
+        )
+        time = min(config.dim, _TIME)
+        self.adaLN_modulation = nn.ModuleList([Linear(time, 4 * config.dim, bias=True)] if modulated else [])
+
+    def forward(self, x: Tensor, turn: Turn, time: Tensor | None = None) -> Tensor:
+        """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``."""
+        if time is None:
+            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), turn))
+            return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))  # type: ignore[no-any-return]
+        vectors = self.adaLN_modulation[0](time)[:, None].chunk(4, -1)
+        (scale, mlp_scale), (gate, mlp_gate) = (1 + vectors[0], 1 + vectors[2]), (vectors[1].tanh(), vectors[3].tanh())
+        x = x + gate * self.attention_norm2(self.attention(self.attention_norm1(x) * scale, turn))
+        return x + mlp_gate * self.ffn_norm2(self.feed_forward(self.ffn_norm1(x) * mlp_scale))  # type: ignore[no-any-return]
+
+
+class TimeEmbedder(nn.Module):
+    def __init__(self, out: int):
+        super().__init__()
+        self.mlp = nn.ModuleDict({"0": Linear(_TIME, _TIME_HIDDEN, True), "2": Linear(_TIME_HIDDEN, out, True)})
+
+    def forward(self, times: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.mlp["2"](F.silu(self.mlp["0"](time_waves(times, _TIME).to(dtype))))  # type: ignore[no-any-return]
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, config: ZImageConfig):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(config.dim, 1e-6, elementwise_affine=False)
+        self.linear = Linear(config.dim, config.token, True)
+        self.adaLN_modulation = nn.ModuleDict({"1": Linear(min(config.dim, _TIME), config.dim, True)})
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return self.linear(self.norm_final(x) * (1 + self.adaLN_modulation["1"](F.silu(time)))[:, None])  # type: ignore[no-any-return]
+
+
+class SingleRope(AxesRope):
+    """Angles are rounded to float32 before their cosines are taken, by the function of the reference."""
+
+    def turned(self, angles: Tensor) -> Turn:
+        points = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
+        return Turn(points.real, points.imag)
+
+
+class ZImageDit(Node):
+    """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, its channels last.
+
+    :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+    """
+
+    def __init__(self, config: ZImageConfig, attention: str = "sdpa"):
+        super().__init__()
+        self.config, self.backend = config, attention
+        dim = config.dim
+        self.all_x_embedder = nn.ModuleDict({"2-1": Linear(config.token, dim, True)})
+        self.all_final_layer = nn.ModuleDict({"2-1": FinalLayer(config)})
+        self.noise_refiner = nn.ModuleList(Block(config, True) for _ in range(config.refiners))
+        self.context_refiner = nn.ModuleList(Block(config, False) for _ in range(config.refiners))
+        self.t_embedder = TimeEmbedder(min(dim, _TIME))
+        self.cap_embedder = nn.ModuleList([nn.RMSNorm(config.caption, config.eps), Linear(config.caption, dim, True)])
+        self.x_pad_token, self.cap_pad_token = (nn.Parameter(torch.empty(1, dim)) for _ in range(2))
+        self.layers = nn.ModuleList(Block(config, True) for _ in range(config.layers))
+        self.rope = SingleRope(config.axes, config.theta)
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        for name in ("noise_refiner", "layers"):
+            yield from ((f"{name}.{i}", block) for i, block in enumerate(getattr(self, name)))
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+    def prepare(self, step: Step, context: Tensor, length: Tensor) -> dict[str, Any]:
+        """*context* ``[rows, L, caption]``, of which *length* ``[rows]`` tokens are the caption; *L* is a multiple of
+        32. Returns ``prompt`` ``[rows, L, dim]``, refined."""
+        with attention_by(self.backend, step.device):
+            return {"prompt": row_by_row(self._refined, context, length)}
+
+    def step(self, step: Step, latent: Tensor, prompt: Tensor, sigmas: Tensor, index: Tensor) -> dict[str, Any]:
+        """One Euler step. *latent* float32 ``[rows, h, w, token]``; *prompt* of :meth:`prepare`; *sigmas* ``[rows, S]``
+        and *index* ``[rows]`` as :func:`~mstar_diffusion.steppers.euler`'s."""
+        velocity = self.velocity(step, latent, prompt, sigmas, index)["velocity"]
+        return {
+            "latent": euler(latent, velocity, sigmas, index),
+            "clean": clean(latent, velocity, sigmas, index),
+        }
+
+    def velocity(self, step: Step, latent: Tensor, prompt: Tensor, sigmas: Tensor, index: Tensor) -> dict[str, Any]:
+        """``velocity`` ``[rows, h, w, token]``, float32; arguments as :meth:`step`'s."""
+        with attention_by(self.backend, step.device):
+            return {"velocity": -row_by_row(self._flow, latent, prompt, at_step(sigmas, index)).float()}
+
+    def guide(
+        self, step: Step, latent: Tensor, cond: Tensor, uncond: Tensor, scale: Tensor, sigmas: Tensor, index: Tensor
+    ) -> dict[str, Any]:
+        """Guidance, whose scale is 0 where there is none, and one Euler step."""
+        velocity = away_from(cond, uncond, scale)
+        return {
+            "latent": euler(latent, velocity, sigmas, index),
+            "clean": clean(latent, velocity, sigmas, index),
+        }
+
+    # --- one step's maths ---------------------------------------------------------------------------------------------
+    def _refined(self, context: Tensor, length: Tensor) -> Tensor:
+        x: Tensor = self.cap_embedder[1](self.cap_embedder[0](context))
+        padding = torch.arange(x.shape[1], device=x.device) >= length[:, None]
+        x = torch.where(padding[..., None], self.cap_pad_token, x)
+        turn = self._caption_turn(x)
+        for block in self.context_refiner:
+            x = block(x, turn)
+        return x
+
+    def _flow(self, latent: Tensor, prompt: Tensor, level: Tensor) -> Tensor:
+        """What the network says of *latent* at noise *level* ``[rows]``: the velocity towards the picture."""
+        _, height, width, _ = latent.shape
+        time = self.t_embedder((1000 - level * 1000) / 1000 * self.config.time_scale, prompt.dtype)
+        x = self.all_x_embedder["2-1"](latent.flatten(1, 2).to(prompt.dtype))
+        points = height * width
+        padding = -points % MULTIPLE
+        x = torch.cat((x, self.x_pad_token.expand(x.shape[0], padding, -1)), 1) if padding else x
+        places = grid(height, width, x.device, before=(prompt.shape[1] + 1,))
+        turn = self.rope(F.pad(places, (0, 0, 0, padding)))
+        for block in self.noise_refiner:
+            x = block(x, turn, time)
+        x, turn = torch.cat((x, prompt), 1), turn.join(self._caption_turn(prompt))
+        for block in self.layers:
+            x = block(x, turn, time)
+        return self.all_final_layer["2-1"](x, time)[:, :points].unflatten(1, (height, width))  # type: ignore[no-any-return]
+
+    def _caption_turn(self, caption: Tensor) -> Turn:
+        return self.rope(line(caption.shape[1], 3, 0, caption.device, start=1))  # type: ignore[no-any-return]

@@ -1,0 +1,37 @@
+"""Z-Image's API side."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mstar.spec.tasks import ImageTask
+from mstar_diffusion.noise import normal
+from mstar_diffusion.processor import ImageProcessor
+
+__all__ = ["ZImageProcessor"]
+
+_MULTIPLE = 32
+"""Captions are padded to a multiple of so many tokens (:data:`mstar_diffusion.z_image.dit.MULTIPLE`)."""
+
+
+class ZImageProcessor(ImageProcessor):
+    """Source: diffusers 0.42.1, ``pipelines/z_image/pipeline_z_image.py``."""
+
+    thinking: ClassVar[bool] = True
+
+    def padded_length(self, length: int) -> int:
+        return -(-length // _MULTIPLE) * _MULTIPLE
+
+    def noise(self, height: int, width: int, seed: int) -> NDArray[np.float32]:
+        patch, channels = self.patch, self.vae.latent
+        drawn = normal((channels, height * patch, width * patch), seed)
+        squares = drawn.reshape(channels, height, patch, width, patch)
+        tokens = squares.transpose(1, 3, 2, 4, 0).reshape(height, width, -1)
+        return np.ascontiguousarray(tokens)
+
+    def negative(self, task: ImageTask) -> str | None:
+        knobs = task.knobs
+        return str(knobs.negative_prompt) if knobs.guidance_scale > 0 else None

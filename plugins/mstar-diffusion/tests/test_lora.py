@@ -1,0 +1,199 @@
+"""Adapters in every layout, folded when the weights are loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mstar.spec.errors import SetupError
+from mstar_diffusion.lora import read_adapter
+
+RANK = 2
+LAYERS = {
+    "flux2": {
+        "transformer_blocks.0.attn.to_q": (32, 32),
+        "transformer_blocks.0.attn.to_k": (32, 32),
+        "transformer_blocks.0.attn.to_v": (32, 32),
+        "transformer_blocks.1.attn.to_out.0": (32, 32),
+        "single_transformer_blocks.1.attn.to_qkv_mlp_proj": (288, 32),
+        "norm_out.linear": (64, 32),
+        "x_embedder": (32, 16),
+    },
+    "z_image": {
+        "layers.0.attention.to_q": (48, 48),
+        "layers.0.attention.to_k": (48, 48),
+        "layers.0.attention.to_v": (48, 48),
+        "layers.1.attention.to_out.0": (48, 48),
+        "layers.1.feed_forward.w1": (128, 48),
+        "context_refiner.0.feed_forward.w2": (48, 128),
+        "layers.0.adaLN_modulation.0": (192, 48),
+    },
+}
+KEYS = {"flux2": "flux2_klein", "z_image": "z_image_turbo"}
+
+
+def matrices(family: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of each layer *down* and *up*; queries, keys and values share their *down*, as they do in one layer."""
+    random = torch.Generator().manual_seed(2)
+    shared = torch.randn(RANK, next(iter(LAYERS[family].values()))[1], generator=random)
+    found = {}
+    for name, (out, width) in LAYERS[family].items():
+        down = shared if name.endswith((".to_q", ".to_k", ".to_v")) else torch.randn(RANK, width, generator=random)
+        found[name] = (down, torch.randn(out, RANK, generator=random))
+    return found
+
+
+def merged(family: str, folder: Path, into: Path, factor: float) -> Path:
+    """The checkpoint of *folder* with the adapter added by hand."""
+    import shutil
+
+    shutil.copytree(folder, into)
+    file = into / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    for name, (down, up) in matrices(family).items():
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + factor * up @ down
+    save_file(tensors, file, metadata={"format": "pt"})
+    return into
+
+
+def plain(family: str, prefix: str, down: str = "lora_A", up: str = "lora_B", infix: str = "") -> dict[str, Tensor]:
+    found = {}
+    for name, (a, b) in matrices(family).items():
+        found[f"{prefix}{name}.{down}{infix}.weight"], found[f"{prefix}{name}.{up}{infix}.weight"] = a, b
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def flat(family: str) -> dict[str, Tensor]:
+    """kohya's: underscores, and alpha as a tensor."""
+    found = {}
+    for name, (down, up) in matrices(family).items():
+        base = "lora_unet_" + name.replace(".", "_")
+        found |= {f"{base}.lora_down.weight": down.clone(), f"{base}.lora_up.weight": up}
+        found[f"{base}.alpha"] = torch.tensor(float(RANK))
+    return found
+
+
+def native(family: str) -> dict[str, Tensor]:
+    """The authors' names: queries, keys and values are one layer, FLUX's last modulation stands the other way round."""
+    mats = matrices(family)
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, down: Tensor, up: Tensor) -> None:
+        found[f"diffusion_model.{name}.lora_A.weight"] = down.clone()
+        found[f"diffusion_model.{name}.lora_B.weight"] = up.clone()
+
+    if family == "flux2":
+        parts = [mats[f"transformer_blocks.0.attn.to_{p}"] for p in "qkv"]
+        add("double_blocks.0.img_attn.qkv", parts[0][0], torch.cat([up for _, up in parts]))
+        add("double_blocks.1.img_attn.proj", *mats["transformer_blocks.1.attn.to_out.0"])
+        add("single_blocks.1.linear1", *mats["single_transformer_blocks.1.attn.to_qkv_mlp_proj"])
+        down, up = mats["norm_out.linear"]
+        add("final_layer.adaLN_modulation.1", down, torch.cat(up.chunk(2)[::-1]))
+        add("img_in", *mats["x_embedder"])
+        return found
+    parts = [mats[f"layers.0.attention.to_{p}"] for p in "qkv"]
+    add("layers.0.attention.qkv", parts[0][0], torch.cat([up for _, up in parts]))
+    add("layers.1.attention.out", *mats["layers.1.attention.to_out.0"])
+    for name in ("layers.1.feed_forward.w1", "context_refiner.0.feed_forward.w2", "layers.0.adaLN_modulation.0"):
+        add(name, *mats[name])
+    return found
+
+
+LAYOUTS: Mapping[str, Callable[[str], dict[str, Tensor]]] = {
+    "peft": lambda family: plain(family, "base_model.model."),
+    "peft, named": lambda family: plain(family, "base_model.model.", infix=".default"),
+    "diffusers": lambda family: plain(family, "transformer."),
+    "down and up": lambda family: plain(family, "diffusion_model.", "lora_down", "lora_up"),
+    "kohya": flat,
+    "native": native,
+}
+
+
+def painted(model: Any) -> np.ndarray:
+    result = model.generate("a red cat", width=64, height=64, seed=5, num_inference_steps=2)
+    return np.asarray(result.outputs["image"][0].frames[0], dtype=np.float64)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", LAYERS)
+def test_every_layout(
+    request: pytest.FixtureRequest, opened: Callable[..., Any], tmp_path: Path, family: str, layout: str
+) -> None:
+    """The picture is that of a checkpoint with the same sums in its weights, and not that of the plain one."""
+    folder: Path = request.getfixturevalue(family)
+    save_file(LAYOUTS[layout](family), tmp_path / "adapter.safetensors")
+    lora = [{"path": str(tmp_path / "adapter.safetensors"), "scale": 0.3}]
+    got = painted(opened(KEYS[family], model_kwargs={"lora": lora}))
+    right = painted(opened(KEYS[family], merged(family, folder, tmp_path / "merged", 0.3)))
+    np.testing.assert_allclose(got, right, atol=1)
+    assert np.abs(got - painted(opened(KEYS[family]))).max() > 3
+
+
+@pytest.mark.parametrize(
+    ("config", "alpha", "factor"),
+    [
+        (None, None, 1.0),
+        ({"r": RANK, "lora_alpha": 8}, None, 8 / RANK),
+        ({"r": RANK, "lora_alpha": 8, "use_rslora": True}, None, 8 / math.sqrt(RANK)),
+        ({"r": RANK, "lora_alpha": 8, "use_rslora": True}, 6.0, 6 / RANK),
+        (None, 6.0, 6 / RANK),
+    ],
+)
+@pytest.mark.parametrize("name", ["adapter_config.json", "config.json"])
+def test_where_alpha_comes_from(
+    tmp_path: Path, name: str, config: dict[str, Any] | None, alpha: float | None, factor: float
+) -> None:
+    tensors = {"x.lora_A.weight": torch.ones(RANK, 3), "x.lora_B.weight": torch.ones(4, RANK)}
+    if alpha is not None:
+        tensors["x.alpha"] = torch.tensor(alpha)
+    save_file(tensors, tmp_path / "adapter.safetensors")
+    if config is not None:
+        (tmp_path / name).write_text(json.dumps(config))
+    adapter = read_adapter(tmp_path / "adapter.safetensors")["x"]
+    torch.testing.assert_close(adapter.delta(torch.device("cpu")), torch.full((4, 3), RANK * factor))
+
+
+def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[str, Tensor]:
+    name = "transformer.transformer_blocks.0.attn.to_q"
+    return {f"{name}.lora_A.weight": torch.ones(down), f"{name}.lora_B.weight": torch.ones(up)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"transformer.strange.lora_A.weight": torch.ones(2, 3)}, "no matrix lora_B"),
+        (one(up=(32, 3)), "ranks 2 and 3"),
+        (one(down=(2, 31)), "this model's layer is"),
+        ({"transformer.x_embedder.bias": torch.ones(3)}, "none of a low-rank adapter"),
+        (
+            {
+                "transformer.transformer_blocks.7.attn.to_q.lora_A.weight": torch.ones(2, 32),
+                "transformer.transformer_blocks.7.attn.to_q.lora_B.weight": torch.ones(32, 2),
+            },
+            "no layer of this model's denoiser",
+        ),
+    ],
+)
+def test_what_has_no_place_stops_the_start(
+    opened: Callable[..., Any], tmp_path: Path, tensors: dict[str, Tensor], words: str
+) -> None:
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file)
+    with pytest.raises(SetupError, match="adapter") as caught:
+        opened("flux2_klein", model_kwargs={"lora": [{"path": str(file)}]})
+    assert words in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_file_stops_the_start(opened: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="is not there"):
+        opened("flux2_klein", model_kwargs={"lora": [{"path": str(tmp_path / "none.safetensors")}]})

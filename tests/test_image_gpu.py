@@ -1,0 +1,84 @@
+"""The benchmark of pictures: its parts on a tiny shape on the CPU, and what it makes of their figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_on_the_path() -> Iterator[None]:
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def measured(tmp_path: Path, shape: str, parts: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    words = ["--shapes", shape, "--parts", parts, "--device", "cpu", "--at-once", "1,2", "--rounds", "1"]
+    command = [sys.executable, str(FOLDER / "image_gpu.py"), *words, "--out", str(out), "--limit", "240"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert found["settings"]["parts"] == parts
+    results: dict[str, Any] = found["results"][shape]
+    return results
+
+
+@pytest.mark.timeout(300)
+def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
+    results = measured(tmp_path, "tiny", "eager,graphs,floor,vae,diffusers")
+    for part in ("eager", "graphs", "diffusers"):
+        assert results[part]["latency_s"] > 0
+        assert results[part]["pictures_per_s_2"] > 0
+    assert results["graphs"]["psnr_db"] == 99, "the same seeds and weights give the same pictures"
+    assert results["floor"]["products_s"] > 0
+    assert results["floor"]["attention_s"] > 0
+    assert results["vae"]["plain_s"] > 0
+    assert {"over_diffusers", "share_of_floor", "floor_s_a_step"} <= results["derived"].keys()
+
+
+@pytest.mark.timeout(300)
+def test_over_http(tmp_path: Path) -> None:
+    results = measured(tmp_path, "tiny-z-image", "http")
+    assert results["http"]["latency_s"] > 0
+
+
+def test_what_breaks_is_reported(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "image_gpu.py"), "--shapes", "tiny", "--device", "cpu", "--out", str(out)]
+    words = ["--parts", "vae", "--limit", "0.01"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "took longer" in json.loads(out.read_text())["results"]["tiny"]["vae"]["error"]
+    done = subprocess.run([*command, "--parts", "strange"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "unknown parts strange" in done.stderr) == (2, True)
+
+
+def test_figures() -> None:
+    program = importlib.import_module("image_gpu")
+    grey = np.full((4, 4, 3), 100, np.uint8)
+    assert program.psnr(grey, grey) == 99
+    assert program.psnr(grey, grey + 1) == pytest.approx(48.13, abs=0.01)
+    results: dict[str, Any] = {
+        "compiled": {"latency_s": 0.5},
+        "floor": {"step_floor_s": 0.08, "steps": 4},
+        "vae": {"plain_s": 0.09, "compiled_s": 0.1},
+        "diffusers-compiled": {"latency_s": 0.6},
+        "http": {"latency_s": 0.51},
+    }
+    program._derive(results, Path("nowhere"))
+    derived = results["derived"]
+    assert derived["share_of_floor"] == pytest.approx(4 * 0.08 / 0.4)
+    assert derived["over_compiled_diffusers"] == pytest.approx(1.2)
+    assert derived["http_over_offline"] == pytest.approx(1.02)
