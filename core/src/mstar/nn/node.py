@@ -90,6 +90,10 @@ class Node(nn.Module):
 
     batch_invariant: ClassVar[bool] = False
 
+    def weights_loaded(self) -> None:
+        """Called once, on the worker's device, when the node's published weights are in place and before its first
+        step: for what is computed from them and kept instead (a weight norm multiplied out)."""
+
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         """What ``engine.compile`` compiles, each module by itself, with its name in the node. By default the items of
         every ``ModuleList`` that is called ``layers``. Regions are called as modules (``layer(x)``) and hold the steps'
