@@ -14,7 +14,7 @@ CHECKS = (
     ("format", ["ruff", "format", "--check", "--quiet", "."]),
     ("lint", ["ruff", "check", "--quiet", "."]),
     ("import layers", ["lint-imports", "--no-cache"]),
-    ("types", ["mypy", "core/src", "server/src", "plugins/mstar-demo/src"]),
+    ("types", ["mypy", "core/src", "server/src", "plugins/mstar-demo/src", "plugins/mstar-tts/src"]),
 )
 
 

@@ -19,6 +19,7 @@ PACKAGES = {
     "mstar-core": ("core", "mstar"),
     "mstar-server": ("server", "mstar_server"),
     "mstar-demo": ("plugins/mstar-demo", "mstar_demo"),
+    "mstar-tts": ("plugins/mstar-tts", "mstar_tts"),
 }
 
 

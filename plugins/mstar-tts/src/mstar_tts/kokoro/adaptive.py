@@ -79,7 +79,7 @@ class StyleBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, style: int, double: bool = False):
         super().__init__()
-        self.double = double
+        self.doubles = double
         self.norm1, self.norm2 = AdaIN(style, in_channels), AdaIN(style, out_channels)
         self.conv1, self.conv2 = Conv(in_channels, out_channels, 3), Conv(out_channels, out_channels, 3)
         if in_channels != out_channels:
@@ -90,15 +90,16 @@ class StyleBlock(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor, style: Tensor) -> Tensor:
         """*lengths*: of *x*. What lies beyond the lengths of the result is not zero."""
         y, after = self.norm1.leaky(x, lengths, style), lengths
-        if self.double:
+        if self.doubles:
             after = 2 * lengths
             y = keep(self.pool(y), after)
         y = self.conv2(self.norm2.leaky(self.conv1(y), after, style))
         if hasattr(self, "conv1x1"):
             x = self.conv1x1(x)
-        if self.double:
+        if self.doubles:
             x = x.repeat_interleave(2, 1)
-        return (y + x) * sqrt(0.5)
+        out: Tensor = (y + x) * sqrt(0.5)
+        return out
 
 
 class SnakeBlock(nn.Module):

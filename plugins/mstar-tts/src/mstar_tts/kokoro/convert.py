@@ -105,7 +105,9 @@ def _tensors(graph: OnnxGraph) -> Iterator[tuple[str, _Array]]:
         if (read := _READERS.get(node.kind)) is not None and len(node.inputs) > 1:
             yield from read(node, graph.constants)
     for name, values in graph.constants.items():
-        kept = re.fullmatch(r"(?:encoder|decoder)\.(.+\.(?:bias|gamma|beta|alpha[12]\.\d+|\w*(?:LayerNorm|layer_norm)\.weight))", name)
+        kept = re.fullmatch(
+            r"(?:encoder|decoder)\.(.+\.(?:bias|gamma|beta|alpha[12]\.\d+|\w*(?:LayerNorm|layer_norm)\.weight))", name
+        )
         if kept is not None:
             yield kept[1], values
 

@@ -142,9 +142,7 @@ def adain(x: Tensor, lengths: Tensor, scale: Tensor, shift: Tensor, alpha: Tenso
     moments, snake, leaky = _KERNELS[x.dtype]
     parallel = x.numel() >= _SHARED
     sums = torch.empty(rows, blocks, 2, channels)
-    moments(
-        parallel, x.data_ptr(), lengths.data_ptr(), sums.data_ptr(), rows, length, channels, blocks
-    )
+    moments(parallel, x.data_ptr(), lengths.data_ptr(), sums.data_ptr(), rows, length, channels, blocks)
     first, second = (sums.double().sum(1) / lengths[:, None, None]).unbind(1)
     factors = (scale * torch.rsqrt(second - first.square() + _EPS)).float()
     means, shifts = (x[:, 0] + first).float(), shift.float().contiguous()

@@ -126,5 +126,5 @@ class BiLSTM(nn.Module):
     def _run(self, x: Tensor, suffix: str) -> Tensor:
         weights = [getattr(self, f"{kind}_l0{suffix}") for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         start = x.new_zeros(1, x.shape[0], self.hidden)
-        out: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, False, False, True)[0]  # type: ignore[call-overload]
+        out: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, False, False, True)[0]
         return out

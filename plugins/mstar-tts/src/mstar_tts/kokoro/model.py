@@ -41,7 +41,9 @@ class Kokoro(Model):
         )
         ids, style = Port("ids", "int64", ("T",), "stacked"), Port("style", "float32", (2 * config.style,), "stacked")
         durations = Port("durations", "int64", ("T",), "stacked")
-        prosody, text = (Port(name, "float32", ("T", n), "stacked") for name, n in (("prosody", styled), ("text", spoken)))
+        prosody, text = (
+            Port(name, "float32", ("T", n), "stacked") for name, n in (("prosody", styled), ("text", spoken))
+        )
         frames, key = Port("frames", "int64", (), "stacked"), Port("noise_key", "int64", (), "stacked")
         spread = (
             Port("prosody_frames", "float32", ("F", styled), "list"),
@@ -121,4 +123,3 @@ class Kokoro(Model):
         with torch.device("meta"):
             module = self.build(node)
         return WeightMap.from_module(module, prefixes, ignore, float32=(".*",))
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from mstar.nn.linear import Linear
 from mstar.nn.node import Node, Step
 from mstar_tts.kokoro.adaptive import StyleBlock
+from mstar_tts.kokoro.buckets import bucket
 from mstar_tts.kokoro.config import KokoroConfig
 from mstar_tts.kokoro.noise import normal
 from mstar_tts.kokoro.plbert import PLBert
@@ -18,13 +18,7 @@ from mstar_tts.kokoro.prosody import Durations, PitchAndEnergy, align
 from mstar_tts.kokoro.text_encoder import TextEncoder
 from mstar_tts.kokoro.vocoder import HARMONICS, Vocoder
 
-__all__ = ["FrameHalf", "TextHalf", "bucket"]
-
-
-def bucket(length: int, buckets: Sequence[int]) -> int:
-    """The smallest of *buckets* (rising) that holds *length*; beyond the last one a multiple of it."""
-    place = bisect_left(buckets, length)
-    return buckets[place] if place < len(buckets) else -(-length // buckets[-1]) * buckets[-1]
+__all__ = ["FrameHalf", "TextHalf"]
 
 
 def _settle(node: Node, dtypes: dict[str, torch.dtype]) -> None:

@@ -30,7 +30,9 @@ def adain_leaky(x: Tensor, lengths: Tensor, scale: Tensor, shift: Tensor) -> Ten
 
 
 def adain_snake(x: Tensor, lengths: Tensor, scale: Tensor, shift: Tensor, alpha: Tensor) -> Tensor:
-    """``y + sin(alpha * y)**2 / alpha`` of :func:`adaptive_norm`, zero beyond *lengths*. *alpha* float32 ``[channels]``."""
+    """``y + sin(alpha * y)**2 / alpha`` of :func:`adaptive_norm`, zero beyond *lengths*.
+
+    *alpha*: float32 ``[channels]``."""
     if (kernels := _kernels(x)) is not None:
         return kernels.adain(x, lengths, scale, shift, alpha)  # type: ignore[no-any-return]
     y = adaptive_norm(x, lengths, scale, shift)

@@ -1,6 +1,7 @@
 """PL-BERT: an ALBERT over phonemes, whose one layer is applied many times.
 
-References: ``transformers`` 5.24 (``AlbertModel``), which ``kokoro`` 0.9.4 builds on; Lan et al., 2020; Li et al., 2023.
+References: ``transformers`` 5.24 (``AlbertModel``), which ``kokoro`` 0.9.4 builds on; Lan et al., 2020; Li et al.,
+2023.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class _Encoder(nn.Module):
 
     def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         x = self.embedding_hidden_mapping_in(x)
+        layer: _Layer = self.albert_layer_groups[0].albert_layers[0]  # type: ignore[index,assignment]
         for _ in range(self.times):
-            x = self.albert_layer_groups[0].albert_layers[0](x, visible)  # type: ignore[index]
+            x = layer(x, visible)
         return x
 
 

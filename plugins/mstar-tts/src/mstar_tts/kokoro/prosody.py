@@ -68,8 +68,8 @@ class Durations(nn.Module):
 
 
 def align(features: Tensor, frames: Tensor, length: int) -> Tensor:
-    """Of one row: each phoneme's *features* ``[T, channels]`` repeated for its *frames* (int64 ``[T]``, *length* or fewer
-    in all). Returns ``[length, channels]``, zero beyond the frames."""
+    """Of one row: each phoneme's *features* ``[T, channels]`` repeated for its *frames* (int64 ``[T]``, *length* or
+    fewer in all). Returns ``[length, channels]``, zero beyond the frames."""
     spoken = features.repeat_interleave(frames, 0)
     return torch.cat([spoken, spoken.new_zeros(length - len(spoken), spoken.shape[1])])
 
@@ -100,5 +100,5 @@ class PitchAndEnergy(nn.Module):
     def _curve(self, x: Tensor, blocks: nn.ModuleList, last: Conv, style: Tensor, lengths: Tensor) -> Tensor:
         for block in blocks:
             x = block(x, lengths, style)
-            lengths = 2 * lengths if block.double else lengths  # type: ignore[assignment,operator]
+            lengths = 2 * lengths if block.doubles else lengths
         return keep(last(x)[:, :, 0], lengths)

@@ -1,5 +1,5 @@
-"""Short-time Fourier transforms of padded rows, and back: those of ``torch.stft`` and ``torch.istft`` (centred, periodic
-Hann window), as if each row had been alone.
+"""Short-time Fourier transforms of padded rows, and back: those of ``torch.stft`` and ``torch.istft`` (centred,
+periodic Hann window), as if each row had been alone.
 
 For windows of a few samples a transform is little work; what matters is that a row's end is where its length says.
 """
@@ -34,8 +34,8 @@ class Spectrum(nn.Module):
         return {"window": self._hann(device)}
 
     def forward(self, sound: Tensor, lengths: Tensor) -> Tensor:
-        """Magnitudes and then angles of *sound* ``[rows, S]``, of which ``lengths`` samples are valid (int64 ``[rows]``,
-        more than half a window, multiples of the hop): ``[rows, S / hop + 1, n_fft + 2]``, zero beyond
+        """Magnitudes and then angles of *sound* ``[rows, S]``, of which ``lengths`` samples are valid (int64
+        ``[rows]``, more than half a window, multiples of the hop): ``[rows, S / hop + 1, n_fft + 2]``, zero beyond
         ``lengths / hop + 1``."""
         half = self.n_fft // 2
         places = torch.arange(-half, sound.shape[1] + half, device=sound.device).abs()
@@ -61,7 +61,7 @@ class Spectrum(nn.Module):
 
     def _overlap(self, frames: Tensor) -> Tensor:
         """The sum of the windows, each a hop after the one before it."""
-        parts = frames.unflatten(2, (-1, self.hop)).unbind(2)
+        parts = frames.split(self.hop, 2)  # type: ignore[no-untyped-call]
         total = sum(F.pad(part, (0, 0, shift, len(parts) - 1 - shift)) for shift, part in enumerate(parts))
         assert isinstance(total, Tensor)
         return total.flatten(1)

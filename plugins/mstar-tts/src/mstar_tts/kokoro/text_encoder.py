@@ -29,14 +29,12 @@ class TextEncoder(nn.Module):
     def __init__(self, channels: int, kernel: int, depth: int, tokens: int):
         super().__init__()
         self.embedding = nn.Embedding(tokens, channels)
-        self.cnn = nn.ModuleList(
-            nn.ModuleList([Conv(channels, channels, kernel), _Norm(channels)]) for _ in range(depth)
-        )
+        self.cnn = nn.ModuleList(nn.Sequential(Conv(channels, channels, kernel), _Norm(channels)) for _ in range(depth))
         self.lstm = BiLSTM(channels, channels // 2)
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         x = keep(self.embedding(ids), lengths)
-        for conv, norm in self.cnn:  # type: ignore[misc]
-            x = keep(F.leaky_relu(norm(conv(x)), 0.2), lengths)
+        for layer in self.cnn:
+            x = keep(F.leaky_relu(layer(x), 0.2), lengths)
         out: Tensor = self.lstm(x, lengths)
         return out

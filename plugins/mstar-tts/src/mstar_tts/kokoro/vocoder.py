@@ -75,8 +75,8 @@ class _Generator(nn.Module):
         for index, width in enumerate(channels):
             stride = prod(config.rates[index + 1 :])
             last = index + 1 == len(channels)
-            size = {"kernel": 1} if last else {"kernel": 2 * stride, "stride": stride, "padding": (stride + 1) // 2}
-            self.noise_convs.append(Conv(harmonics, width, normed=False, **size))
+            size, padding = (1, 0) if last else (2 * stride, (stride + 1) // 2)
+            self.noise_convs.append(Conv(harmonics, width, size, stride=stride, padding=padding, normed=False))
             self.noise_res.append(SnakeBlock(width, 11 if last else 7, (1, 3, 5), style))
         self.conv_post = Conv(channels[-1], harmonics, 7)
 
@@ -94,10 +94,11 @@ class _Generator(nn.Module):
                 x = torch.cat([x[:, 1:2], x], 1)
                 lengths = lengths + 1
             x = x + self.noise_res[index](self.noise_convs[index](harmonics), lengths, style)
-            blocks = self.resblocks[index * per_stage : (index + 1) * per_stage]  # type: ignore[misc]
-            x = sum(block(x, lengths, style) for block in blocks) / per_stage  # type: ignore[assignment]
+            blocks = self.resblocks[index * per_stage : (index + 1) * per_stage]
+            x = sum(block(x, lengths, style) for block in blocks) / per_stage
         x = self.conv_post(keep(F.leaky_relu(x), lengths)).float()
-        magnitude, angle = x.split(config.n_fft // 2 + 1, 2)
+        bins = config.n_fft // 2 + 1
+        magnitude, angle = x[:, :, :bins], x[:, :, bins:]
         return self.stft.inverse(magnitude.exp(), angle.sin(), lengths)
 
 
@@ -109,19 +110,21 @@ class Vocoder(nn.Module):
         width, beside = config.width, config.text + 2
         self.encode = StyleBlock(text + 2, width, style)
         self.decode = nn.ModuleList(
-            [*(StyleBlock(width + beside, width, style) for _ in range(3))]
-            + [StyleBlock(width + beside, config.channels, style, double=True)]
+            StyleBlock(width + beside, config.channels if last else width, style, double=last)
+            for last in (False, False, False, True)
         )
         self.F0_conv, self.N_conv = (Conv(1, 1, 3, stride=2) for _ in range(2))
         self.asr_res = nn.ModuleList([Conv(text, config.text, 1)])
         self.generator = _Generator(config, style)
 
-    def forward(self, text: Tensor, f0: Tensor, energy: Tensor, style: Tensor, noise: Tensor, lengths: Tensor) -> Tensor:
-        """*text* ``[rows, F, text]``, *f0* and *energy* ``[rows, 2 * F]``, all zero beyond the ``lengths`` frames (int64
-        ``[rows]``); *noise* ``[rows, HARMONICS, samples]``. Returns float32 ``[rows, samples]``; what lies beyond a row's
-        end means nothing."""
-        dtype = self.asr_res[0].weight.dtype  # type: ignore[union-attr]
-        text, style = text.to(dtype), style
+    def forward(
+        self, text: Tensor, f0: Tensor, energy: Tensor, style: Tensor, noise: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """*text* ``[rows, F, text]``, *f0* and *energy* ``[rows, 2 * F]``, all zero beyond the ``lengths`` frames
+        (int64 ``[rows]``); *noise* ``[rows, HARMONICS, samples]``. Returns float32 ``[rows, samples]``; what lies
+        beyond a row's end means nothing."""
+        dtype = self.F0_conv.weight.dtype
+        text = text.to(dtype)
         curves = [
             keep(conv(curve[:, :, None].to(dtype)), lengths)
             for conv, curve in ((self.F0_conv, f0), (self.N_conv, energy))
