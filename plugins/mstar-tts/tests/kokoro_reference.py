@@ -1,4 +1,4 @@
-"""The reference implementation, ``kokoro`` 0.9.4, where it is installed: ``pip install --no-deps kokoro==0.9.4 loguru``.
+"""The reference, ``kokoro`` 0.9.4, where it is installed: ``pip install --no-deps kokoro==0.9.4 loguru``.
 
 Its package imports misaki and spaCy for texts; the model needs neither, so its modules are imported without that.
 """

@@ -20,7 +20,7 @@ from mstar_tts.kokoro.spec import KokoroOptions
 from mstar_tts.kokoro.vocoder import HARMONICS
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kokoro_reference import reference_model, without_rounding_luck  # noqa: E402
+from kokoro_reference import reference_model, without_rounding_luck
 
 TEXTS = ([0, 1, 2, 3, 9, 4, 0], [0, 5, 6, 7, 8, 9, 1, 2, 3, 4, 10, 11, 1, 1, 0], [0, 3, 0])
 SPEED = 1.3

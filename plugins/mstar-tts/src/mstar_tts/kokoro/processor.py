@@ -75,10 +75,11 @@ class KokoroProcessor(Processor):
 
     def _sentences(self, task: SpeechTask) -> list[str]:
         if task.knobs.phonemes is not None:
-            return [self._known(task.knobs.phonemes)]
-        language = self._language(task, self._blend(task))
-        texts = sentences(task.text, language.code)
-        return [self._known(spoken) for spoken in phonemes(texts, language, self._fallback)]
+            spoken = [task.knobs.phonemes]
+        else:
+            language = self._language(task, self._blend(task))
+            spoken = phonemes(sentences(task.text, language.code), language, self._fallback)
+        return [known for sentence in spoken if _audible(known := self._known(sentence))]
 
     # --- requests -------------------------------------------------------------------------------------------------
     def prepare(self, task: Task, request_id: str) -> Prepared:
@@ -140,7 +141,7 @@ class KokoroProcessor(Processor):
         else:
             text = " ".join(task.text.split())
             spoken = self._known(phonemes([text], self._language(task, blend), self._fallback)[0])
-        if not any(symbol.isalpha() for symbol in spoken):
+        if not _audible(spoken):
             message = f"{field!r} has nothing in it that this model can speak"
             raise RequestError(message, param=field, code="nothing_to_speak")
         if len(spoken) > self._longest:
@@ -154,6 +155,10 @@ class KokoroProcessor(Processor):
     def _known(self, spoken: str) -> str:
         """*spoken* without what the model has no sound for, as the reference does."""
         return "".join(symbol for symbol in spoken if symbol in self.config.vocab).strip()
+
+
+def _audible(spoken: str) -> bool:
+    return any(symbol.isalpha() for symbol in spoken)
 
 
 class _Sound(Renderer):
