@@ -22,7 +22,9 @@ from mstar_tts.kokoro.languages import Language
 
 __all__ = ["can_pronounce", "phonemes"]
 
-_MARKUP = re.compile(r"\[([^\[\]]+)\]\(([^()]*)\)")
+_SPOKEN = re.compile(r"\[[^\[\]]+\]\(/([^()]+)/\)")
+_STRESSED = re.compile(r"\[([^\[\]]+)\]\((?![/(])[^()]*\)")
+"""misaki's wishes about stress, which espeak-ng takes no notice of."""
 _PUNCTUATION = re.compile(r"\s*(?:[;!?—…\"()“”]|(?<!\w)[.,:]|[.,:](?!\w))[\s;:,.!?—…\"()“”]*")
 """Marks that end a word; those within one (``3.14``, ``10:30``) are left for the language to read."""
 _PLAIN = str.maketrans({"‘": "'", "’": "'", "«": "“", "»": "”", "–": "—", "―": "—", "¿": None, "¡": None})
@@ -148,14 +150,10 @@ class _EspeakWords:
         return " ".join("".join(self._parts(text)).split())
 
     def _parts(self, text: str) -> Iterator[str]:
-        at = 0
-        for match in _MARKUP.finditer(text):
+        text, at = _STRESSED.sub(r"\1", text), 0
+        for match in _SPOKEN.finditer(text):
             yield from self._clauses(text[at : match.start()])
-            spoken = match[2]
-            if len(spoken) > 1 and spoken[0] == spoken[-1] == "/":
-                yield f" {spoken[1:-1]} " if text[match.end() : match.end() + 1].isspace() else f" {spoken[1:-1]}"
-            else:  # a wish about stress, which espeak-ng takes no notice of
-                yield from self._clauses(match[1])
+            yield match[1]
             at = match.end()
         yield from self._clauses(text[at:])
 

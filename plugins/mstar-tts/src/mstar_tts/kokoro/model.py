@@ -56,14 +56,14 @@ class Kokoro(Model):
         samples = Port("samples", "float32", ("S",), "stacked")
         read = Call(
             "text",
-            inputs={"ids": "ids", "length": Param("length"), "style": "style", "speed": Param("speed")},
+            inputs={"ids": "ids", "length": "length", "style": "style", "speed": Param("speed")},
             outputs={"durations": "durations", "prosody": "prosody", "text": "text"},
             emit={"durations": "durations"},
         )
         align = Call(
             "text",
             "align",
-            inputs={"durations": "durations", "prosody": "prosody", "text": "text", "most": Param("max_frames")},
+            inputs={"durations": "durations", "prosody": "prosody", "text": "text", "most": "most"},
             outputs={"prosody_frames": "prosody_frames", "text_frames": "text_frames", "frames": "frames"},
         )
         speak = Call(
@@ -73,7 +73,7 @@ class Kokoro(Model):
                 "text": "text_frames",
                 "frames": "frames",
                 "style": "style",
-                "noise_key": Param("noise_key"),
+                "noise_key": "noise_key",
             },
             emit={"samples": "audio"},
         )
@@ -96,7 +96,7 @@ class Kokoro(Model):
                 Stream("durations", "main", CLIENT, durations, "durations"),
                 Stream("audio", "main", CLIENT, samples, "audio"),
             ),
-            inputs=(ids, style),
+            inputs=(ids, length, style, most, key),
         )
 
     def _most_rows(self) -> int | None:

@@ -97,13 +97,14 @@ class KokoroProcessor(Processor):
         most = int((_SPARE_FRAMES + self.options.max_frames_per_phoneme * len(ids)) / knobs.speed)
         request = EngineRequest(
             id=request_id,
-            inputs={"ids": padded, "style": self._voices.style(blend, len(spoken))},
-            params={
-                "length": len(ids),
-                "speed": knobs.speed,
-                "max_frames": most,
-                "noise_key": stream_key(seed, "kokoro") - (1 << 63),
+            inputs={
+                "ids": padded,
+                "length": np.array(len(ids)),
+                "style": self._voices.style(blend, len(spoken)),
+                "most": np.array(most),
+                "noise_key": np.array(stream_key(seed, "kokoro") - (1 << 63)),
             },
+            params={"speed": knobs.speed},
             want=task.want,
             tenant=task.tenant,
             timeout=task.timeout,
