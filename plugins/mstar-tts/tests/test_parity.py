@@ -108,7 +108,8 @@ def test_text_features_and_durations_in_a_padded_batch(read: dict[str, Tensor], 
 
 def spread(halves: tuple[TextHalf, FrameHalf], read: dict[str, Tensor]) -> dict[str, Any]:
     most = torch.full((len(TEXTS),), 1000)
-    return halves[0].align(None, read["durations"], read["prosody"], read["text"], most)  # type: ignore[arg-type]
+    rows = (list(read[name]) for name in ("durations", "prosody", "text"))
+    return halves[0].align(None, *rows, most)  # type: ignore[arg-type]
 
 
 def padded(rows: list[Tensor], length: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mstar.nn.config import read_config
@@ -44,6 +46,7 @@ class Kokoro(Model):
         prosody, text = (
             Port(name, "float32", ("T", n), "stacked") for name, n in (("prosody", styled), ("text", spoken))
         )
+        each = tuple(replace(port, layout="list") for port in (durations, prosody, text))
         frames, key = Port("frames", "int64", (), "stacked"), Port("noise_key", "int64", (), "stacked")
         spread = (
             Port("prosody_frames", "float32", ("F", styled), "list"),
@@ -83,7 +86,7 @@ class Kokoro(Model):
                     "text",
                     (
                         Entry(inputs=(ids, length, style, speed), outputs=(durations, prosody, text)),
-                        Entry("align", inputs=(durations, prosody, text, most), outputs=(*spread, frames)),
+                        Entry("align", inputs=(*each, most), outputs=(*spread, frames)),
                     ),
                 ),
                 NodeSpec(

@@ -55,20 +55,20 @@ class TextHalf(Node):
         return {"durations": durations, "prosody": prosody, "text": self.text_encoder(ids, length)}
 
     def align(
-        self, step: Step, durations: Tensor, prosody: Tensor, text: Tensor, most: Tensor
+        self, step: Step, durations: list[Tensor], prosody: list[Tensor], text: list[Tensor], most: Tensor
     ) -> dict[str, Tensor | list[Tensor]]:
-        """Spread `prosody` and `text` over frames, padded to a bucket: ``[F, channels]`` each. A row of more than
-        *most* frames ends there: `frames` int64 ``[rows]``."""
-        ends = torch.minimum(durations.cumsum(1), most[:, None])
-        durations = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
-        frames = ends[:, -1]
+        """Spread each row's `prosody` and `text` ``[T, channels]`` over frames, padded to a bucket: ``[F, channels]``.
+        A row of more than *most* frames (int64 ``[rows]``) ends there: `frames` int64 ``[rows]``.
+
+        How many frames there are decides shapes, so the host waits for it here, and nowhere else.
+        """
+        ends = [torch.minimum(row.cumsum(0), limit) for row, limit in zip(durations, most, strict=True)]
+        frames = torch.stack([end[-1] for end in ends])
         lengths = [bucket(count, self.buckets) for count in frames.tolist()]
         if self.together:
             lengths = [max(lengths)] * len(lengths)
-        spread = [
-            [align(features[row], durations[row], length) for row, length in enumerate(lengths)]
-            for features in (prosody, text)
-        ]
+        heard = [end.diff(prepend=end.new_zeros(1)) for end in ends]
+        spread = [[align(*row) for row in zip(features, heard, lengths, strict=True)] for features in (prosody, text)]
         return {"prosody_frames": spread[0], "text_frames": spread[1], "frames": frames}
 
 
