@@ -41,15 +41,18 @@ Speak = Callable[[str], int]
 """Phonemes to the number of samples that they became."""
 
 
-def ours(dtype: str) -> Speak:
+def ours(dtype: str, threads: int) -> Speak:
     import mstar
 
-    model = mstar.load("kokoro", device="cpu", executor="inline", model_kwargs={"decoder_dtype": dtype})
+    model = mstar.load(
+        "kokoro", device="cpu", executor="inline", model_kwargs={"decoder_dtype": dtype}, engine={"threads": threads}
+    )
     return lambda spoken: len(model.generate("x", phonemes=spoken, voice=VOICE, seed=1).audio.samples)
 
 
-def theirs() -> Speak:
+def theirs(threads: int) -> Speak:
     import numpy as np
+    import onnxruntime
     from kokoro_onnx import Kokoro
 
     from mstar.settings import Settings
@@ -63,13 +66,16 @@ def theirs() -> Speak:
     (folder / "model.onnx").write_bytes(b"".join((raw / f"part-{n}.bin").read_bytes() for n in range(1, 5)))
     with (folder / "voices.npz").open("wb") as file:
         np.savez(file, **{VOICE: np.fromfile(raw / f"{VOICE}.bin", "<f4").reshape(510, 1, 256)})
-    model = Kokoro(str(folder / "model.onnx"), str(folder / "voices.npz"))
+    session = onnxruntime.SessionOptions()
+    session.intra_op_num_threads = threads
+    loaded = onnxruntime.InferenceSession(str(folder / "model.onnx"), session, providers=["CPUExecutionProvider"])
+    model = Kokoro.from_session(loaded, str(folder / "voices.npz"))
     return lambda spoken: len(model.create(spoken, VOICE, is_phonemes=True, trim=False)[0])
 
 
-def measure(contestant: str, streams: int, rounds: int) -> dict[str, float]:
+def measure(contestant: str, streams: int, rounds: int, threads: int) -> dict[str, float]:
     """In a process of its own: *streams* threads speak, after one warm-up each."""
-    speak = theirs() if contestant == CONTESTANTS[0] else ours(contestant.split()[1])
+    speak = theirs(threads) if contestant == CONTESTANTS[0] else ours(contestant.split()[1], threads)
     with ThreadPoolExecutor(streams) as pool:
         list(pool.map(speak, PHONEMES[:1] * streams))
         work = [PHONEMES[n % len(PHONEMES)] for n in range(max(streams, rounds * len(PHONEMES)))]
@@ -83,8 +89,9 @@ def measure(contestant: str, streams: int, rounds: int) -> dict[str, float]:
     }
 
 
-def child(contestant: str, streams: int, rounds: int) -> dict[str, float]:
+def child(contestant: str, streams: int, rounds: int, threads: int) -> dict[str, float]:
     command = [sys.executable, __file__, "--child", contestant, "--streams", str(streams), "--rounds", str(rounds)]
+    command += ["--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{contestant} failed:\n{done.stderr[-2000:]}")
@@ -98,10 +105,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="concurrent texts (default: 1 4)")
     parser.add_argument("--rounds", type=int, default=2, help="how often all sentences are spoken (default: 2)")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each contestant (default: 3)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="of one inference (default: all cores)"
+    )
     parser.add_argument("--child", choices=CONTESTANTS, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.child:
-        print(json.dumps(measure(options.child, options.streams[0], options.rounds)))
+        print(json.dumps(measure(options.child, options.streams[0], options.rounds, options.threads)))
         return 0
     repeats, rounds = (1, 0) if options.quick else (options.repeats, options.rounds)
     facts = environment(("torch", "numba", "onnxruntime", "kokoro-onnx", "mstar-core", "mstar-tts"))
@@ -110,11 +120,11 @@ def main(words: Sequence[str] | None = None) -> int:
         found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
         for _ in range(repeats):
             for name in CONTESTANTS:
-                found[name].append(child(name, streams, rounds))
+                found[name].append(child(name, streams, rounds, options.threads))
         rows += _rows(found, streams)
     table("Kokoro on the CPU", rows, ("contestant", "streams", "audio s/s", "over onnx", "CPU s/audio s", "over onnx "))
     if not options.quick:
-        settings = {"rounds": rounds, "repeats": repeats, "voice": VOICE, "threads": os.environ.get("OMP_NUM_THREADS")}
+        settings = {"rounds": rounds, "repeats": repeats, "voice": VOICE, "threads": options.threads}
         write_result("tts_cpu", rows, settings, facts)
     return 0
 

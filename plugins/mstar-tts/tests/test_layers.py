@@ -65,6 +65,21 @@ def test_convolutions_with_their_weight_norm(kernel: int, stride: int, dilation:
     torch.testing.assert_close(conv(x), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(cpu_kernels_fault() is not None, reason="numba kernels do not work here")
+@pytest.mark.parametrize("length", [1, 2, 31, 64, 257])
+@pytest.mark.parametrize(("kernel", "dilation"), [(7, 1), (7, 3), (7, 5), (11, 1), (11, 3), (11, 5)])
+def test_convolutions_of_many_taps_with_fewer_products(kernel: int, dilation: int, length: int) -> None:
+    conv = Conv(64, 64, kernel, dilation=dilation)
+    filled(conv)
+    weight = torch._weight_norm(conv.weight_v, conv.weight_g, 0) / 30
+    conv.weight_g.div_(30)
+    x = torch.randn(2, length, 64)
+    wanted = nn.functional.conv1d(x.mT, weight, conv.bias, 1, conv.padding, dilation).mT
+    conv.settle(torch.float32)
+    assert conv.fast is not None
+    torch.testing.assert_close(conv(x), wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("kernel", "rate"), [(20, 10), (12, 6), (4, 2), (6, 2)])
 def test_upsampling_is_a_transposed_convolution(kernel: int, rate: int) -> None:
     up = Upsample(6, 4, kernel, rate)

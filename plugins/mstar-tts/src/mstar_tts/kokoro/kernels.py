@@ -1,4 +1,5 @@
-"""Adaptive instance norm and the activation after it as numba kernels: two passes over memory instead of nine.
+"""Adaptive instance norm and the activation after it as numba kernels, two passes over memory instead of nine; and the
+sums before and after the halves of a fast convolution, in one pass each.
 
 For float32 and bfloat16 in memory; arithmetic is float32. A row is cut into blocks of frames that do not depend on
 what is beside it, so it gives the same in any batch and on any number of threads. Importing this module compiles the
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mstar.nn.ops.jit import claim, function, kernel, narrow, view, widen
 
-__all__ = ["adain"]
+__all__ = ["adain", "merge", "split"]
 
 _BLOCK = 64
 """Frames of a work item."""
@@ -97,6 +98,84 @@ def _apply(block, dtype, snake):  # type: ignore[no-untyped-def]
         item = claim(block, 1)
 
 
+@function
+def _split(block):  # type: ignore[no-untyped-def]
+    args = view(block, 10, np.int64)
+    rows, length, channels, padding, reach, ahead = args[4], args[5], args[6], args[7], args[8], args[9]
+    x = view(args[1], rows * length * channels, np.float32)
+    size = rows * reach * channels
+    even, odd, both = (
+        view(args[2], size, np.float32),
+        view(args[2] + 4 * size, size, np.float32),
+        view(args[3], size, np.float32),
+    )
+    blocks = (reach + _BLOCK - 1) // _BLOCK
+    item = claim(block, 1)
+    while item < rows * blocks:
+        row, part = item // blocks, item % blocks
+        for u in range(part * _BLOCK, min((part + 1) * _BLOCK, reach)):
+            base = (row * reach + u) * channels
+            e, o, b = even[base : base + channels], odd[base : base + channels], both[base : base + channels]
+            first, second, third = 2 * u - padding, 2 * u + 1 - padding, 2 * (u + ahead) - padding
+            for c in range(channels):
+                e[c] = np.float32(0)
+                o[c] = np.float32(0)
+            if 0 <= first < length:
+                frame = x[(row * length + first) * channels : (row * length + first + 1) * channels]
+                for c in range(channels):
+                    e[c] = frame[c]
+            if 0 <= second < length:
+                frame = x[(row * length + second) * channels : (row * length + second + 1) * channels]
+                for c in range(channels):
+                    o[c] = frame[c]
+            if 0 <= third < length:
+                frame = x[(row * length + third) * channels : (row * length + third + 1) * channels]
+                for c in range(channels):
+                    b[c] = o[c] + frame[c]
+            else:
+                for c in range(channels):
+                    b[c] = o[c]
+        item = claim(block, 1)
+
+
+@function
+def _merge(block):  # type: ignore[no-untyped-def]
+    args = view(block, 11, np.int64)
+    rows, count, half, ahead, channels, shift = args[6], args[7], args[8], args[9], args[10], args[9] - args[8] - 1
+    evens, odds = view(args[1], rows * ahead * channels, np.float32), view(args[2], rows * ahead * channels, np.float32)
+    boths, out = view(args[3], rows * half * channels, np.float32), view(args[4], rows * count * channels, np.float32)
+    bias = view(args[5], channels, np.float32)
+    blocks = (half + _BLOCK - 1) // _BLOCK
+    item = claim(block, 1)
+    while item < rows * blocks:
+        row, part = item // blocks, item % blocks
+        for u in range(part * _BLOCK, min((part + 1) * _BLOCK, half)):
+            base = (row * ahead + u) * channels
+            e, o = evens[base : base + channels], odds[base : base + channels]
+            later = base + (shift + 1) * channels
+            e_later, o_later = evens[later : later + channels], odds[later - channels : later]
+            b = boths[(row * half + u) * channels : (row * half + u + 1) * channels]
+            place = (row * count + 2 * u) * channels
+            y = out[place : place + channels]
+            for c in range(channels):
+                y[c] = e[c] + o_later[c] + bias[c]
+            if 2 * u + 1 < count:
+                y = out[place + channels : place + 2 * channels]
+                for c in range(channels):
+                    y[c] = b[c] - e_later[c] - o[c] + bias[c]
+        item = claim(block, 1)
+
+
+@kernel(9)
+def _split_f32(block: int) -> None:
+    _split(block)
+
+
+@kernel(10)
+def _merge_f32(block: int) -> None:
+    _merge(block)
+
+
 @kernel(7)
 def _moments_f32(block: int) -> None:
     _moments(block, np.float32)
@@ -162,4 +241,27 @@ def adain(x: Tensor, lengths: Tensor, scale: Tensor, shift: Tensor, alpha: Tenso
         channels,
         blocks,
     )
+    return out
+
+
+def split(x: Tensor, padding: int, reach: int, ahead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of float32 *x* ``[rows, T, channels]`` with *padding* zeros before it and any after it: *reach* even samples, as
+    many odd ones, and each odd one plus the even one *ahead* places later; ``[rows, reach, channels]`` each."""
+    rows, length, channels = x.shape
+    halves = x.new_empty(2, rows, reach, channels)
+    both = x.new_empty(rows, reach, channels)
+    pointers = x.data_ptr(), halves.data_ptr(), both.data_ptr()
+    _split_f32(x.numel() >= _SHARED, *pointers, rows, length, channels, padding, reach, ahead)
+    return halves[0], halves[1], both
+
+
+def merge(evens: Tensor, odds: Tensor, boths: Tensor, bias: Tensor | None, count: int, shift: int) -> Tensor:
+    """*count* samples of each row out of its filters' outputs, *evens* and *odds* ``[rows, half + shift + 1, channels]``
+    and *boths* ``[rows, half, channels]``; see :class:`mstar_tts.kokoro.fast_conv.FastConv`."""
+    rows, half, channels = boths.shape
+    evens, odds, boths = evens.contiguous(), odds.contiguous(), boths.contiguous()
+    out = boths.new_empty(rows, count, channels)
+    added = boths.new_zeros(channels) if bias is None else bias
+    pointers = evens.data_ptr(), odds.data_ptr(), boths.data_ptr(), out.data_ptr(), added.data_ptr()
+    _merge_f32(out.numel() >= _SHARED, *pointers, rows, count, half, half + shift + 1, channels)
     return out

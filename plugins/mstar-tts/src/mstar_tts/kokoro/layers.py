@@ -8,11 +8,18 @@ Reference: ``kokoro`` 0.9.4 (``modules.py``, ``istftnet.py``), which follows Sty
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mstar.nn.ops import cpu_kernels_fault
+
 __all__ = ["BiLSTM", "Conv", "Upsample", "keep"]
+
+_MANY_TAPS, _VERY_MANY_TAPS, _MANY_CHANNELS = 7, 11, 64
+"""From which on :class:`~mstar_tts.kokoro.fast_conv.FastConv` pays, with filters halved once and twice."""
 
 
 def keep(x: Tensor, lengths: Tensor) -> Tensor:
@@ -64,11 +71,26 @@ class Conv(_Weighted):
         super().__init__((out_channels, in_channels, kernel), out_channels if bias else 0, normed)
         self.stride, self.dilation = stride, dilation
         self.padding = (kernel - 1) * dilation // 2 if padding is None else padding
+        self.fast: Callable[[Tensor], Tensor] | None = None
+
+    def settle(self, dtype: torch.dtype) -> None:
+        super().settle(dtype)
+        out, channels, _, kernel = self.weight.shape
+        worth = kernel >= _MANY_TAPS and min(out, channels) >= _MANY_CHANNELS
+        plain = self.stride == 1 and self.dilation % 2 == 1 and dtype == torch.float32
+        if worth and plain and self.weight.device.type == "cpu" and cpu_kernels_fault() is None:
+            from mstar_tts.kokoro.fast_conv import FastConv
+
+            depth = 2 if kernel >= _VERY_MANY_TAPS else 1
+            self.fast = FastConv(self.weight[:, :, 0].detach(), self.bias, self.dilation, self.padding, depth)
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def ordered(self, weight: Tensor) -> Tensor:
         return weight[:, :, None].contiguous(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fast is not None:
+            return self.fast(x)
         rows, length, channels = x.shape
         image = x.contiguous().view(rows, 1, length, channels).permute(0, 3, 1, 2)
         y = F.conv2d(image, self.weight, self.bias, (1, self.stride), (0, self.padding), (1, self.dilation))
