@@ -256,7 +256,7 @@ def split(x: Tensor, padding: int, reach: int, ahead: int) -> tuple[Tensor, Tens
 
 
 def merge(evens: Tensor, odds: Tensor, boths: Tensor, bias: Tensor | None, count: int, shift: int) -> Tensor:
-    """*count* samples of each row out of its filters' outputs, *evens* and *odds* ``[rows, half + shift + 1, channels]``
+    """*count* samples of each row out of its filters' outputs: *evens*, *odds* ``[rows, half + shift + 1, channels]``
     and *boths* ``[rows, half, channels]``; see :class:`mstar_tts.kokoro.fast_conv.FastConv`."""
     rows, half, channels = boths.shape
     evens, odds, boths = evens.contiguous(), odds.contiguous(), boths.contiguous()
