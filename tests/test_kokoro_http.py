@@ -15,7 +15,11 @@ import httpx
 import numpy as np
 import pytest
 
+from mstar.spec.processor import ProcessorContext
+from mstar.spec.tasks import SpeechTask
 from mstar_tts.espeak import espeak
+from mstar_tts.kokoro.processor import KokoroProcessor
+from mstar_tts.kokoro.spec import KOKORO, KokoroKnobs, KokoroOptions
 from mstar_tts.kokoro.tiny import write_kokoro
 
 from .serving import Server, serving
@@ -23,6 +27,7 @@ from .serving import Server, serving
 pytestmark = pytest.mark.skipif(espeak() is None, reason="espeak-ng is not installed: no text can be pronounced")
 
 RATE = 24_000
+PIECES = {"first_chunk_target_phonemes": 20, "chunk_target_phonemes": 40}
 TEXT = "The cat sat on the mat. It saw a bird, and the bird flew away over the hills, far from there! Was it afraid?"
 
 
@@ -40,7 +45,7 @@ def server(weights: Path) -> Iterator[Server]:
         extra_plugins=("mstar_tts.plugin",),
         executor="inline",
         weights=str(weights),
-        model_kwargs={"first_chunk_target_phonemes": 20, "chunk_target_phonemes": 40},
+        model_kwargs=PIECES,
     ) as running:
         yield running
 
@@ -69,16 +74,19 @@ def test_every_format_holds_the_same_sound(server: Server) -> None:
     assert ask(server).headers["x-sample-rate"] == str(RATE)
 
 
-def test_pieces_follow_each_other_without_a_gap(server: Server) -> None:
+def test_pieces_follow_each_other_without_a_gap(server: Server, weights: Path) -> None:
     """What is heard is the sound of each piece, sample for sample, streamed and whole."""
     events = ask(server, input=TEXT, stream_format="sse").text
     assert '"finish_reason":"stop"' in events.replace(" ", "")
     streamed = sound(server, input=TEXT, stream=True)
     assert np.array_equal(streamed, sound(server, input=TEXT, stream=False))
-    sentences = ["The cat sat on the mat.", "It saw a bird,", "and the bird flew away over the hills,"]
-    sentences += ["far from there!", "Was it afraid?"]
-    alone = [len(sound(server, input=text)) for text in sentences]
-    assert abs(len(streamed) - sum(alone)) < 0.2 * len(streamed)
+    options = KokoroOptions(**PIECES)
+    processor = KokoroProcessor(ProcessorContext(KOKORO, weights, options))
+    pieces = processor.pieces(SpeechTask(knobs=KokoroKnobs(), text=TEXT))
+    assert len(pieces) > 2
+    alone = [sound(server, phonemes=piece.knobs.phonemes, sentence_chunking=False) for piece in pieces]
+    assert np.array_equal(streamed, np.concatenate(alone))
+    assert len(pieces[0].knobs.phonemes) <= PIECES["first_chunk_target_phonemes"] + 5  # no break within it
 
 
 def test_eight_at_once_are_what_each_is_alone(server: Server) -> None:

@@ -50,22 +50,30 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def reference_model(folder: Path) -> Any:
-    """A random ``KModel``, whose checkpoint in the published layout is written to *folder*. Skips the test without the
-    packages."""
-    found = importlib.util.find_spec("kokoro")
-    if found is None or found.submodule_search_locations is None or importlib.util.find_spec("loguru") is None:
-        pytest.skip("the reference is not installed: pip install --no-deps kokoro==0.9.4 loguru")
-    if "kokoro" not in sys.modules:
+def reference_class() -> Any:
+    """``KModel``. Skips the test without the packages."""
+    if "kokoro.model" not in sys.modules:
+        found = importlib.util.find_spec("kokoro")
+        if found is None or not found.submodule_search_locations or importlib.util.find_spec("loguru") is None:
+            pytest.skip("the reference is not installed: pip install --no-deps kokoro==0.9.4 loguru")
         bare = ModuleType("kokoro")
         bare.__path__ = list(found.submodule_search_locations)
         sys.modules["kokoro"] = bare
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, at what the reference calls
-        module = importlib.import_module("kokoro.model")
-        nothing = folder / "nothing.pth"
-        torch.save({}, nothing)
-        model = module.KModel("hexgrad/Kokoro-82M", CONFIG, str(nothing)).eval()
+    model = importlib.import_module("kokoro.model").KModel
+
+    def quiet(*arguments: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, at what the reference calls
+            return model(*arguments)
+
+    return quiet
+
+
+def reference_model(folder: Path) -> Any:
+    """A random ``KModel``, whose checkpoint in the published layout is written to *folder*."""
+    nothing = folder / "nothing.pth"
+    torch.save({}, nothing)
+    model = reference_class()("hexgrad/Kokoro-82M", CONFIG, str(nothing)).eval()
     nothing.unlink()
     _randomise(model)
     content = {
