@@ -62,7 +62,7 @@ def phonemes(texts: Sequence[str], language: Language, fallback: bool) -> list[s
     engine = _engine(language, fallback)
     if engine is None:
         raise RequestError(_hint(language), param="lang_code", code="language_not_installed")
-    return [engine(_plain(text)).strip() for text in texts]
+    return [" ".join(engine(_plain(text)).split()) for text in texts]
 
 
 def can_pronounce(language: Language) -> bool:

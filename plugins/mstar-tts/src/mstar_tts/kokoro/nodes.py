@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mstar.nn.linear import Linear
 from mstar.nn.node import Node, Step
-from mstar_tts.kokoro.adaptive import StyleBlock
+from mstar_tts.kokoro.adaptive import SnakeBlock, StyleBlock
 from mstar_tts.kokoro.buckets import bucket
 from mstar_tts.kokoro.config import KokoroConfig
 from mstar_tts.kokoro.noise import normal
@@ -90,10 +90,10 @@ class FrameHalf(Node):
         _settle(self, {"decoder.": self.dtype})
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
-        if self.compiled:
-            for name, module in self.named_modules():
-                if isinstance(module, StyleBlock):
-                    yield name, module
+        """The residual blocks. On a CPU they run kernels that a compiler cannot look into."""
+        if self.compiled and self.decoder.F0_conv.weight.device.type != "cpu":
+            blocks = (StyleBlock, SnakeBlock)
+            yield from ((name, module) for name, module in self.named_modules() if isinstance(module, blocks))
 
     def forward(
         self, step: Step, prosody: Tensor, text: Tensor, frames: Tensor, style: Tensor, noise_key: Tensor
