@@ -21,6 +21,7 @@ PACKAGES = {
     "mstar-demo": ("plugins/mstar-demo", "mstar_demo"),
     "mstar-asr": ("plugins/mstar-asr", "mstar_asr"),
     "mstar-diffusion": ("plugins/mstar-diffusion", "mstar_diffusion"),
+    "mstar-tts": ("plugins/mstar-tts", "mstar_tts"),
 }
 
 

@@ -100,7 +100,8 @@ class Model(abc.ABC):
 
     def loaded(self, node: str, module: Node) -> None:
         """Called once when *module*, the node's, has its weights, on its device, before anything packs, compiles or
-        captures it: to fold adapters into them, say. Raises :class:`~mstar.spec.errors.SetupError` for what cannot
+        captures it: to fold adapters into them, or to keep what is computed from them instead (a weight norm multiplied
+        out). No gradients are kept. Raises :class:`~mstar.spec.errors.SetupError` for what cannot
         be."""
 
     def vocabulary(self, sampler: str) -> Sequence[bytes] | None:

@@ -1,4 +1,5 @@
-"""A safetensors checkpoint: one file, or several with an index."""
+"""A checkpoint's tensors by name: safetensors in one file, or in several with an index; where there are none, a file of
+torch's own."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,9 +17,12 @@ from torch import Tensor
 from mstar.spec.errors import WeightsError
 from mstar.weights.reader import Piece, read_pieces
 
-__all__ = ["Checkpoint", "TensorInfo"]
+if TYPE_CHECKING:
+    from mstar.weights.torch_file import TorchCheckpoint
 
-_TORCH_NAMES = {
+__all__ = ["TORCH_NAMES", "Checkpoint", "TensorInfo", "open_checkpoint"]
+
+TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "U16": "uint16",
@@ -44,7 +48,7 @@ _TORCH_NAMES = {
 @dataclass(frozen=True)
 class TensorInfo:
     """Where a tensor lies (*nbytes* bytes from byte *start* of *file*) and what it is. *dtype* as in the file's header
-    (``BF16``, ``F32``…)."""
+    (``BF16``, ``F32``…). Of a file of torch's *start* says nothing: torch reads it."""
 
     name: str
     file: Path
@@ -60,7 +64,7 @@ class TensorInfo:
     @property
     def torch_dtype(self) -> torch.dtype:
         """:raises WeightsError: this torch has no such dtype."""
-        kind = getattr(torch, _TORCH_NAMES.get(self.dtype, ""), None)
+        kind = getattr(torch, TORCH_NAMES.get(self.dtype, ""), None)
         if not isinstance(kind, torch.dtype):
             raise WeightsError(
                 f"{self.file}: tensor {self.name!r} holds {self.dtype}, which PyTorch {torch.__version__} cannot read"
@@ -98,6 +102,23 @@ class Checkpoint:
             info = self.tensors[name]
             pieces.append(Piece(info.file, info.start, info.torch_dtype, destination))
         read_pieces(pieces, progress)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint | TorchCheckpoint:
+    """The checkpoint in *folder*: its safetensors, or, if it has none and one file of torch's format, that one.
+
+    :raises WeightsError: as :class:`Checkpoint`.
+    """
+    from mstar.weights.torch_file import TORCH_FILES, TorchCheckpoint
+
+    if not any(folder.glob("*.safetensors*")):
+        files = sorted(file for pattern in TORCH_FILES for file in folder.glob(pattern))
+        if len(files) == 1:
+            return TorchCheckpoint(files[0])
+        if files:
+            names = ", ".join(file.name for file in files)
+            raise WeightsError(f"{folder} has several files of weights: {names}; leave one, or give safetensors")
+    return Checkpoint(folder)
 
 
 def _index(folder: Path) -> dict[str, str] | None:

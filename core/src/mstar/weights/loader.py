@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from mstar.spec.errors import WeightsError, nearest
-from mstar.weights.checkpoint import Checkpoint
+from mstar.weights.checkpoint import Checkpoint, open_checkpoint
 from mstar.weights.names import Placement, WeightMap
+from mstar.weights.torch_file import TorchCheckpoint
 
 __all__ = ["Progress", "load", "mismatches"]
 
 Progress = Callable[[int, int], None]
 """Told (bytes done, bytes in all) as the loading goes on."""
+
+_Checkpoint = Checkpoint | TorchCheckpoint
 
 _SHOWN = 10
 
@@ -37,10 +40,12 @@ def load(
     :raises WeightsError: the checkpoint is incomplete or damaged, a parameter is not filled, a tensor is not used, or a
         shape differs (promise P11).
     """
-    checkpoint = Checkpoint(folder / weightmap.folder)
+    checkpoint = open_checkpoint(folder / weightmap.folder)
     faults = _faults(_targets(module), weightmap, checkpoint)
     if faults:
-        raise WeightsError(f"the weights in {checkpoint.folder} do not match the model:\n  " + "\n  ".join(faults))
+        raise WeightsError(
+            f"the weights in {folder / weightmap.folder} do not match the model:\n  " + "\n  ".join(faults)
+        )
     _materialise(module, weightmap, device, dtype)
     targets = _targets(module)
     total = sum(checkpoint.tensors[place.published].nbytes for place in weightmap.placements)
@@ -61,10 +66,10 @@ def mismatches(module: nn.Module, weightmap: WeightMap, folder: Path) -> list[st
 
     :raises WeightsError: the checkpoint is incomplete or damaged.
     """
-    return _faults(_targets(module), weightmap, Checkpoint(folder / weightmap.folder))
+    return _faults(_targets(module), weightmap, open_checkpoint(folder / weightmap.folder))
 
 
-def _faults(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+def _faults(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
     return [
         *_unfilled(targets, weightmap, checkpoint),
         *_unused(weightmap, checkpoint),
@@ -85,7 +90,7 @@ def _rows(target: Tensor, place: Placement) -> Tensor:
     return target if place.rows is None else target[place.start : place.start + place.rows]
 
 
-def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
     """Parameters, or rows of fused ones, that nothing in the checkpoint fills."""
     absent = [place for place in weightmap.placements if place.published not in checkpoint.tensors]
     spare = _spare(weightmap, checkpoint)
@@ -108,7 +113,7 @@ def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Chec
     return _listed("parameter(s) not filled", faults)
 
 
-def _unused(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+def _unused(weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
     spare = _spare(weightmap, checkpoint)
     missing = [p.published for p in weightmap.placements if p.published not in checkpoint.tensors]
     faults = []
@@ -118,13 +123,13 @@ def _unused(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
     return _listed("tensor(s) not used", faults + spare[_SHOWN:])
 
 
-def _spare(weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+def _spare(weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
     """Tensors that the map neither wants nor ignores."""
     wanted = {place.published for place in weightmap.placements}
     return [name for name in checkpoint.tensors if name not in wanted and not weightmap.ignores(name)]
 
 
-def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: Checkpoint) -> list[str]:
+def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
     """Of those that are there on both sides."""
     faults = []
     for place in weightmap.placements:

@@ -312,8 +312,9 @@ def _load_nodes(
         raise SetupError("engine.deterministic: " + "\n  ".join(refused))
     mapped = {name: found for name, found in maps.items() if found is not None}
     size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
-    for name in mapped:
-        model.loaded(name, nodes[name])
+    with torch.no_grad():
+        for name in mapped:
+            model.loaded(name, nodes[name])
     if device.type == "cpu" and not compiles(engine, device):  # compilers cannot look into what is packed
         for name in mapped:
             prepare_cpu(nodes[name])  # after counting: what is packed lies outside of the parameters

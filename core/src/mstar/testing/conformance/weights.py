@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mstar.spec.errors import WeightsError
 from mstar.testing.conformance.subject import Subject, fail
 from mstar.testing.drive import Driver
+from mstar.weights.torch_file import TORCH_FILES
 
 __all__ = ["WeightsChecks"]
 
@@ -73,12 +75,13 @@ def _used(subject: Subject) -> list[str]:
     if not names:
         pytest.skip(f"{subject.spec.key!r} maps no published tensor: its weights(node) is None for every node")
     if not _files(subject.weights):
-        pytest.skip(f"{subject.weights} holds no safetensors")
+        pytest.skip(f"{subject.weights} holds no checkpoint that could be damaged")
     return sorted(set(names))
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.safetensors"))
+    """Its safetensors, else the file of torch's format that stands for them."""
+    return sorted(folder.rglob("*.safetensors")) or sorted(f for kind in TORCH_FILES for f in folder.glob(kind))
 
 
 def _copy(subject: Subject, folder: Path) -> Path:
@@ -93,6 +96,14 @@ def _copy(subject: Subject, folder: Path) -> Path:
 def _rewrite(folder: Path, drop: str | None = None, add: str | None = None) -> None:
     """Take tensor *drop* out of the checkpoint in *folder*, index included, or put tensor *add* into it."""
     for file in _files(folder):
+        if file.suffix != ".safetensors":
+            content = torch.load(file, weights_only=True)
+            if drop is not None:
+                _take_out(content, drop)
+            if add is not None:
+                content[add] = torch.zeros(3)
+            torch.save(content, file)
+            return
         tensors = load_file(file)
         if drop is not None and drop not in tensors:
             continue
@@ -107,6 +118,15 @@ def _rewrite(folder: Path, drop: str | None = None, add: str | None = None) -> N
                 content["weight_map"][add] = file.name
             index.write_text(json.dumps(content))
         return
+
+
+def _take_out(content: dict[str, Any], name: str) -> None:
+    """Remove the tensor whose keys, joined by dots, are *name*: see :func:`mstar.weights.torch_file.flat`."""
+    for key, value in list(content.items()):
+        if key == name:
+            del content[key]
+        elif isinstance(value, dict) and name.startswith(f"{key}."):
+            _take_out(value, name[len(key) + 1 :])
 
 
 def _load(subject: Subject, folder: Path) -> Exception | None:

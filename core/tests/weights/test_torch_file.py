@@ -1,0 +1,98 @@
+"""Checkpoints in torch's own format: names, dtypes, faults, and nothing executed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mstar.spec.errors import WeightsError
+from mstar.weights.checkpoint import Checkpoint, open_checkpoint
+from mstar.weights.loader import load
+from mstar.weights.names import WeightMap
+from mstar.weights.torch_file import TorchCheckpoint
+
+
+def layer() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(3, 2)
+
+
+def write(folder: Path, content: object, **options: object) -> Path:
+    torch.save(content, folder / "model.pth", **options)  # type: ignore[arg-type]
+    return folder
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nested_dictionaries_are_loaded_under_joined_names(zipped: bool, tmp_path: Path) -> None:
+    weight, bias = torch.randn(2, 3, dtype=torch.float64), torch.randn(2).to(torch.bfloat16)
+    content = {"epoch": 3, "net": {"module.weight": weight, "module.bias": bias, "names": ["a"]}}
+    folder = write(tmp_path, content, _use_new_zipfile_serialization=zipped)
+    module = layer()
+    seen: list[tuple[int, int]] = []
+    names = WeightMap.from_module(module, rename={"": "net.module."})
+    load(module, names, folder, torch.device("cpu"), torch.float32, lambda done, total: seen.append((done, total)))
+    assert torch.equal(module.weight, weight.float())  # type: ignore[arg-type]
+    assert torch.equal(module.bias, bias.float())  # type: ignore[arg-type]
+    assert seen[-1] == (2 * 3 * 8 + 2 * 2,) * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"bias": None}, "no tensor 'net.bias'"), ({"more": torch.ones(1)}, "net.more"), ({"bias": torch.ones(3)}, "[3]")],
+)
+def test_missing_superfluous_and_misshapen_tensors_are_named(
+    change: dict[str, object], word: str, tmp_path: Path
+) -> None:
+    content = {"weight": torch.ones(2, 3), "bias": torch.ones(2), **change}
+    folder = write(tmp_path, {"net": {name: value for name, value in content.items() if value is not None}})
+    module = layer()
+    with pytest.raises(WeightsError) as caught:
+        load(module, WeightMap.from_module(module, {"": "net."}), folder, torch.device("cpu"), torch.float32)
+    assert word in str(caught.value)
+
+
+class Trap:
+    """Runs a command where its pickle is loaded as Python loads pickles."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_with_code_in_it_is_refused_and_not_run(zipped: bool, tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    folder = write(tmp_path, {"weight": Trap(sprung)}, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(WeightsError, match=r"model\.pth"):
+        open_checkpoint(folder)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"PK\x03\x04 broken"])
+def test_a_damaged_file_is_an_error_that_names_it(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.pth").write_bytes(data)
+    with pytest.raises(WeightsError, match=r"model\.pth"):
+        open_checkpoint(tmp_path)
+
+
+def test_tensors_without_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="named tensors"):
+        open_checkpoint(write(tmp_path, [torch.ones(1)]))
+
+
+def test_safetensors_come_first_and_two_files_of_torch_are_one_too_many(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    write(tmp_path, {"weight": torch.ones(1)})
+    assert isinstance(open_checkpoint(tmp_path), TorchCheckpoint)
+    torch.save({"weight": torch.ones(1)}, tmp_path / "other.ckpt")
+    with pytest.raises(WeightsError, match=r"model\.pth, other\.ckpt"):
+        open_checkpoint(tmp_path)
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert isinstance(open_checkpoint(tmp_path), Checkpoint)

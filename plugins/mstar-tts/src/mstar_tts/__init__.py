@@ -1,0 +1,3 @@
+"""Speech from text: families of M*."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Kokoro-82M: text to speech without an autoregressive step."""

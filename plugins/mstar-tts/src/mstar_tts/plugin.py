@@ -1,0 +1,16 @@
+"""The speaking models, as a plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mstar import hookimpl
+from mstar.spec.model import ModelSpec
+from mstar_tts.kokoro.spec import KOKORO
+
+__all__ = ["mstar_models"]
+
+
+@hookimpl
+def mstar_models() -> Sequence[ModelSpec]:
+    return (KOKORO,)
