@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from mstar.processing.tokenizer import read_json
-from mstar.spec.errors import SetupError, nearest
+from mstar.spec.errors import SetupError, WeightsError, nearest
 
 __all__ = ["folder_of", "part_config", "refuse_unknown"]
 
 
 def folder_of(weights: Path | None, key: str) -> Path:
-    """The folder of weights, which a pipeline's parts are always read from."""
+    """The folder of weights, which the configuration of a pipeline's parts is read from."""
     if weights is None:
-        raise SetupError(f"{key} needs its folder of weights, for the configuration of its parts; pass --weights DIR")
+        raise WeightsError(f"{key} needs its folder of weights, for the configuration of its parts; pass --weights DIR")
     return weights
 
 
 def part_config(weights: Path, part: str, name: str = "config.json") -> dict[str, Any]:
-    """The file *name* of *part* (``vae``, ``scheduler``…). Raises :class:`SetupError` when it is not there."""
+    """The file *name* of *part* (``vae``, ``scheduler``…). Raises :class:`WeightsError` when it is not there."""
     config = read_json(weights / part, name)
     if not config:
         found = sorted(entry.name for entry in weights.iterdir())[:8] if weights.is_dir() else []
-        raise SetupError(
+        raise WeightsError(
             f"{weights / part / name} is missing; the folder of weights holds {', '.join(found) or 'nothing'}"
         )
     return config
