@@ -38,7 +38,8 @@ def test_imports_where_torch_and_the_server_are_not_installed(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "plugin", ["mstar_server.plugin", "mstar_demo.plugin", "mstar_diffusion.plugin", "mstar_tts.plugin"]
+    "plugin",
+    [f"{package}.plugin" for package in ("mstar_server", "mstar_demo", "mstar_asr", "mstar_diffusion", "mstar_tts")],
 )
 def test_plugin_modules_are_light(plugin: str) -> None:
     code = f"import sys, {plugin}; print(sorted({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))"
