@@ -13,7 +13,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from references import KINDS, TAPS, node_of, pipeline, step
+from diffusers_pipelines import KINDS, TAPS, node_of, pipeline, step
 
 from mstar_diffusion.dit.patches import channels_last, from_channels_last
 from mstar_diffusion.flux2.model import Flux2Klein
