@@ -35,7 +35,7 @@ __all__ = ["SYSTEMS", "measure"]
 PACKAGES = ("torch", "transformers", "faster-whisper", "ctranslate2", "mstar-core", "mstar-asr")
 THREADS = 2
 RATE = 16_000
-COLUMNS = ("system", "streams", "real time / audio", "times real time", "peak RSS MB", "same text")
+COLUMNS = ("system", "streams", "real time / audio", "CPU time / audio", "peak RSS MB", "same text")
 
 Transcribe = Callable[[Sequence[np.ndarray]], list[str]]
 """Texts of clips that are asked for together."""
@@ -173,25 +173,33 @@ SYSTEMS: dict[str, Callable[[int], Transcribe]] = {
 
 
 def run_one(system: str, streams: int, rounds: int, quick: bool) -> dict[str, Any]:
-    """In this process: load *system*, warm it up with one group, measure. Seconds and texts."""
+    """In this process: load *system*, warm it up with one clip, measure. Seconds and texts."""
     groups = clips(streams, quick)
     began = time.perf_counter()
     transcribe = SYSTEMS[system](streams)
     start_s = time.perf_counter() - began
-    transcribe(groups[0])
-    times = []
+    transcribe(groups[0][:1])
+    times, busy = [], []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began, before = time.perf_counter(), _cpu_seconds()
         texts = [transcribe(group) for group in groups]
         times.append(time.perf_counter() - began)
+        busy.append(_cpu_seconds() - before)
     audio_s = sum(len(samples) for group in groups for samples in group) / RATE
     return {
         "start_s": start_s,
         "audio_s": audio_s,
         "rounds_s": times,
         "rtf": statistics.median(times) / audio_s,
+        "cpu_per_audio": statistics.median(busy) / audio_s,
         "texts": [" ".join(text.split()) for group in texts for text in group],
     }
+
+
+def _cpu_seconds() -> float:
+    """Processor time of this process and its children, so far."""
+    own = psutil.Process()
+    return sum(one.cpu_times().user + one.cpu_times().system for one in (own, *own.children(recursive=True)))
 
 
 def measure(system: str, streams: int, rounds: int, quick: bool) -> dict[str, Any]:
@@ -231,7 +239,7 @@ def table_row(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str
         "system": row["system"],
         "streams": str(row["streams"]),
         "real time / audio": f"{row['rtf']:.3f}",
-        "times real time": f"{1 / row['rtf']:.1f}",
+        "CPU time / audio": f"{row['cpu_per_audio']:.3f}",
         "peak RSS MB": f"{row['peak_rss_mb']:.0f}",
         "same text": f"{same}/{len(row['texts'])}",
     }

@@ -29,7 +29,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
 )
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-BASES = [ROOT, ROOT / "core/src/mstar", ROOT / "core/src", ROOT / "server/src"]
+BASES = [ROOT, ROOT / "core/src/mstar", ROOT / "core/src", ROOT / "server/src", *ROOT.glob("plugins/*/src")]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -37,7 +37,7 @@ def test_imports_where_torch_and_the_server_are_not_installed(name: str) -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("plugin", ["mstar_server.plugin", "mstar_demo.plugin"])
+@pytest.mark.parametrize("plugin", ["mstar_server.plugin", "mstar_demo.plugin", "mstar_asr.plugin"])
 def test_plugin_modules_are_light(plugin: str) -> None:
     code = f"import sys, {plugin}; print(sorted({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

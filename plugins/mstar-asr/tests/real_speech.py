@@ -79,7 +79,7 @@ def _original(spec: ModelSpec) -> Path:
     from mstar.weights.package import PackageOptions
 
     ref = spec.weights[0]
-    options = {**ref.options, "convert": f"{__name__}:keep"}
+    options = {**ref.options, "convert": "real_speech:keep"}
     PackageOptions.model_validate(options)
     return PackageSource().resolve(WeightsRef(ref.source, ref.id, ref.revision, options), _context())
 

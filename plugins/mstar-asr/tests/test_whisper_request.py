@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from mstar.nn.model import BuildContext
 from mstar.spec.errors import RequestError, WeightsError
 from mstar_asr.whisper.alignment import text_that_counts
+from mstar_asr.whisper.model import Whisper
 from mstar_asr.whisper.request import DETECT, window_prompt, window_request
 from mstar_asr.whisper.tokens import WhisperTokens
 
@@ -94,3 +98,17 @@ T = BASE.timestamp_begin
 @pytest.mark.parametrize("ended", [False, True])
 def test_text_that_counts(answer: list[int], text: list[int], ended: bool) -> None:
     assert text_that_counts([*answer, BASE.eot] if ended else answer, BASE) == text
+
+
+def test_a_checkpoint_that_contradicts_itself_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    generation = tmp_path / "generation_config.json"
+    told = json.loads(generation.read_text())
+    generation.write_text(json.dumps({**told, "alignment_heads": [[1, 4]]}))
+    with pytest.raises(WeightsError, match="alignment_heads has head 4 of layer 1; the decoder has 2 layers of 4"):
+        Whisper(BuildContext(tmp_path, torch.float32, torch.device("cpu")))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_source_positions": 750}))
+    with pytest.raises(WeightsError, match="max_source_positions is 750; Whisper is served with 1500 only"):
+        Whisper(BuildContext(tmp_path, torch.float32, torch.device("cpu")))

@@ -22,6 +22,7 @@ from mstar.nn.config import read_config
 from mstar.nn.model import BuildContext, Demand, Model, Outcome, Run
 from mstar.nn.node import Node
 from mstar.patterns.shapes import DecoderShape, answer_tokens
+from mstar.spec.errors import WeightsError
 from mstar.spec.graph import (
     CLIENT,
     Call,
@@ -50,8 +51,9 @@ from mstar_asr.whisper.tokens import WhisperTokens
 __all__ = ["Whisper"]
 
 _PREFIXES = {"encoder": "model.encoder.", "decoder": "model.decoder."}
-_ROWS = 16
-"""Windows that are encoded in one step: more gain nothing, and each takes 60 MB of activations in the largest model."""
+_ROWS = {"cpu": 1, "cuda": 16}
+"""Windows that are encoded in one step. One is work enough for any CPU, and the first may be written while others are
+heard; on a GPU more than so many gain nothing. Each takes up to 60 MB of activations."""
 
 _SAMPLES = Port("samples", "float32", (WINDOW + 2 * CONTEXT,), "stacked")
 _FRAMES = Port("frames", "int64", (1,), "stacked")
@@ -72,11 +74,18 @@ class Whisper(Model):
         self.config = WhisperConfig.from_hf(read_config(context.weights))
         assert context.weights is not None
         self.tokens = WhisperTokens.read(context.weights)
+        for layer, head in self.tokens.alignment_heads:
+            if layer >= self.config.decoder_layers or head >= self.config.decoder_heads:
+                raise WeightsError(
+                    f"generation_config.json: alignment_heads has head {head} of layer {layer}; the decoder has "
+                    f"{self.config.decoder_layers} layers of {self.config.decoder_heads} heads"
+                )
 
     # --- graph --------------------------------------------------------------------------------------------------------
     def graph(self) -> Graph:
+        rows = _ROWS.get(self.context.device.type, _ROWS["cuda"])
         memory = Port("memory", "model", (self.config.SOURCE_POSITIONS, self.config.hidden), "stacked")
-        encoder = NodeSpec("encoder", (Entry(inputs=(_SAMPLES, _FRAMES, _LOUDEST), outputs=(memory,)),), _ROWS)
+        encoder = NodeSpec("encoder", (Entry(inputs=(_SAMPLES, _FRAMES, _LOUDEST), outputs=(memory,)),), rows)
         aligned, probability = Port("aligned", "int64", ("W",)), Port("probability", "float32", ("P",))
         alignment = Port("alignment", "float32", ("W", self.config.SOURCE_POSITIONS))
         streams = [

@@ -20,11 +20,15 @@ class WhisperKnobs(Knobs):
         "condition_on_previous_text", "max_initial_timestamp",
     )  # fmt: skip
 
-    language: str | None = Field(None, description="Code or name of the spoken language; by default it is detected.")
+    language: str | None = Field(
+        None, max_length=40, description="Code or name of the spoken language; by default it is detected."
+    )
     task: Literal["transcribe", "translate"] = Field(
         "transcribe", description="Write what is said, or what it means in English."
     )
-    initial_prompt: str = Field("", description="Text before the clip: names and terms to be spelled so, or a style.")
+    initial_prompt: str = Field(
+        "", max_length=4000, description="Text before the clip: names and terms to be spelled so, or a style."
+    )
     timestamps: Literal["none", "segment", "word"] = Field("none", description="Which times to find.")
     temperature: Finite = Field(0.0, ge=0, le=1, description="Of the first try; 0 is greedy.")
     temperature_increment: Finite = Field(

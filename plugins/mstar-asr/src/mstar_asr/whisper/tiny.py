@@ -20,7 +20,7 @@ from mstar_asr.whisper.request import RATE
 
 __all__ = ["draw", "write", "write_english"]
 
-HIDDEN, LAYERS, HEADS, FFN, MELS, POSITIONS = 32, 2, 4, 64, 16, 64
+LAYERS, FFN, MELS, POSITIONS = 2, 64, 16, 64
 LANGUAGES = ("en", "de", "ja", "haw")
 _CORPUS = [
     "Hello there, how are you today? The capital of France is Paris.",
@@ -29,14 +29,14 @@ _CORPUS = [
 Shapes = dict[str, tuple[int, ...]]
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, hidden: int = 32, heads: int = 4) -> None:
     """A multilingual checkpoint of a few dozen channels into *folder*."""
-    _write(folder, LANGUAGES)
+    _write(folder, LANGUAGES, hidden, heads)
 
 
 def write_english(folder: Path) -> None:
     """An English-only one."""
-    _write(folder, ())
+    _write(folder, (), 32, 4)
 
 
 def draw(key: str, rng: random.Random) -> Example:
@@ -49,7 +49,7 @@ def draw(key: str, rng: random.Random) -> Example:
     return Example(parts=(Audio(samples.astype(np.float32), RATE),), knobs=knobs)
 
 
-def _write(folder: Path, languages: tuple[str, ...]) -> None:
+def _write(folder: Path, languages: tuple[str, ...], hidden: int, heads: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(languages)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -71,7 +71,7 @@ def _write(folder: Path, languages: tuple[str, ...]) -> None:
         },
     )
     vocab, eot = tokenizer.get_vocab_size(), ids["<|endoftext|>"]
-    _write_json(folder / "config.json", _config(vocab, eot, ids["<|startoftranscript|>"]))
+    _write_json(folder / "config.json", _config(vocab, eot, ids["<|startoftranscript|>"], hidden, heads))
     generation: dict[str, Any] = {
         "bos_token_id": eot,
         "eos_token_id": eot,
@@ -83,7 +83,7 @@ def _write(folder: Path, languages: tuple[str, ...]) -> None:
         "max_initial_timestamp_index": 50,
         "max_length": POSITIONS,
         "return_timestamps": False,
-        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
+        "alignment_heads": [[0, 1], [1, 0], [1, heads - 1]],
         "begin_suppress_tokens": [ids["Ġ"], eot],
         "suppress_tokens": [1, 2, 7, *(ids[f"<|{name}|>"] for name in _CONTROLS if name != "notimestamps")],
     }
@@ -92,7 +92,7 @@ def _write(folder: Path, languages: tuple[str, ...]) -> None:
         generation["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")}
     _write_json(folder / "generation_config.json", generation)
     draw = torch.Generator().manual_seed(7)
-    tensors = {name: _random(name, shape, draw) for name, shape in _shapes(vocab).items()}
+    tensors = {name: _random(name, shape, draw) for name, shape in _shapes(vocab, hidden).items()}
     tensors["model.decoder.embed_tokens.weight"][eot:] *= 0.4  # there are so many that text would hardly come
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -115,18 +115,18 @@ def _tokenizer(languages: tuple[str, ...]) -> Tokenizer:
     return tokenizer
 
 
-def _config(vocab: int, eot: int, sot: int) -> dict[str, Any]:
+def _config(vocab: int, eot: int, sot: int, hidden: int, heads: int) -> dict[str, Any]:
     return {
         "architectures": ["WhisperForConditionalGeneration"],
         "model_type": "whisper",
         "vocab_size": vocab,
         "num_mel_bins": MELS,
-        "d_model": HIDDEN,
+        "d_model": hidden,
         "encoder_layers": LAYERS,
-        "encoder_attention_heads": HEADS,
+        "encoder_attention_heads": heads,
         "encoder_ffn_dim": FFN,
         "decoder_layers": LAYERS,
-        "decoder_attention_heads": HEADS,
+        "decoder_attention_heads": heads,
         "decoder_ffn_dim": FFN,
         "max_source_positions": 1500,
         "max_target_positions": POSITIONS,
@@ -153,38 +153,38 @@ def _random(name: str, shape: tuple[int, ...], draw: torch.Generator) -> torch.T
     return torch.randn(shape, generator=draw) * width + name.endswith("norm.weight")
 
 
-def _shapes(vocab: int) -> Shapes:
+def _shapes(vocab: int, hidden: int) -> Shapes:
     """The published names, and what is under each."""
     found: Shapes = {
-        "model.encoder.conv1.weight": (HIDDEN, MELS, 3),
-        "model.encoder.conv1.bias": (HIDDEN,),
-        "model.encoder.conv2.weight": (HIDDEN, HIDDEN, 3),
-        "model.encoder.conv2.bias": (HIDDEN,),
-        "model.encoder.embed_positions.weight": (1500, HIDDEN),
-        "model.decoder.embed_tokens.weight": (vocab, HIDDEN),
-        "model.decoder.embed_positions.weight": (POSITIONS, HIDDEN),
+        "model.encoder.conv1.weight": (hidden, MELS, 3),
+        "model.encoder.conv1.bias": (hidden,),
+        "model.encoder.conv2.weight": (hidden, hidden, 3),
+        "model.encoder.conv2.bias": (hidden,),
+        "model.encoder.embed_positions.weight": (1500, hidden),
+        "model.decoder.embed_tokens.weight": (vocab, hidden),
+        "model.decoder.embed_positions.weight": (POSITIONS, hidden),
     }
     for side in ("encoder", "decoder"):
-        found |= _norm(f"model.{side}.layer_norm")
+        found |= _norm(f"model.{side}.layer_norm", hidden)
         for layer in range(LAYERS):
             prefix = f"model.{side}.layers.{layer}."
-            found |= _attention(f"{prefix}self_attn")
+            found |= _attention(f"{prefix}self_attn", hidden)
             if side == "decoder":
-                found |= _attention(f"{prefix}encoder_attn")
-            found |= {f"{prefix}fc1.weight": (FFN, HIDDEN), f"{prefix}fc1.bias": (FFN,)}
-            found |= {f"{prefix}fc2.weight": (HIDDEN, FFN), f"{prefix}fc2.bias": (HIDDEN,)}
-            found |= _norm(f"{prefix}final_layer_norm")
+                found |= _attention(f"{prefix}encoder_attn", hidden)
+            found |= {f"{prefix}fc1.weight": (FFN, hidden), f"{prefix}fc1.bias": (FFN,)}
+            found |= {f"{prefix}fc2.weight": (hidden, FFN), f"{prefix}fc2.bias": (hidden,)}
+            found |= _norm(f"{prefix}final_layer_norm", hidden)
     return found
 
 
-def _attention(name: str) -> Shapes:
-    parts = {f"{name}.{part}.weight": (HIDDEN, HIDDEN) for part in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    biases = {f"{name}.{part}.bias": (HIDDEN,) for part in ("q_proj", "v_proj", "out_proj")}
-    return {**parts, **biases, **_norm(f"{name}_layer_norm")}
+def _attention(name: str, hidden: int) -> Shapes:
+    parts = {f"{name}.{part}.weight": (hidden, hidden) for part in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    biases = {f"{name}.{part}.bias": (hidden,) for part in ("q_proj", "v_proj", "out_proj")}
+    return {**parts, **biases, **_norm(f"{name}_layer_norm", hidden)}
 
 
-def _norm(name: str) -> Shapes:
-    return {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
+def _norm(name: str, hidden: int) -> Shapes:
+    return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

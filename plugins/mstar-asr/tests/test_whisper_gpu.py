@@ -1,0 +1,57 @@
+"""Whisper on a GPU: the same words as on the CPU, in captured steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hearing import Ears, clip
+
+from mstar_asr.whisper.tiny import write
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+ROUNDS = 7
+"""Steps outside of loops are captured when they have come six times."""
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64, as all published sizes have: attention on a GPU wants that."""
+    folder = tmp_path_factory.mktemp("whisper-wide")
+    write(folder, hidden=128, heads=2)
+    return folder
+
+
+def hear(ears: Ears, name: str) -> list[dict[str, Any]]:
+    return ears.hear(
+        *(
+            ears.request(
+                f"{name}{number}",
+                clip(2.0 + number, seed=number),
+                how={"timestamps": bool(number % 2), "language": "en" if number % 3 else None},
+                max_tokens=14,
+                words=number == 1,
+            )
+            for number in range(4)
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_captured_steps_say_what_the_cpu_says(wide_folder: Path, dtype: str) -> None:
+    ears = Ears(wide_folder, device="cuda", dtype=dtype)
+    rounds = [hear(ears, f"{number}-") for number in range(ROUNDS)]
+    runner: Any = ears.worker.engine.runner
+    assert not runner.faults
+    captured = {(key[0], key[1]) for key in runner._lanes}
+    assert captured >= {("encoder", "forward"), ("decoder", "forward")}
+    for other in rounds[1:]:
+        assert [one["text"] for one in other] == [one["text"] for one in rounds[0]]
+    if dtype == "float32":
+        for got, wanted in zip(rounds[-1], hear(Ears(wide_folder), "cpu"), strict=True):
+            assert got["text"] == wanted["text"]
+            np.testing.assert_allclose(got["no_speech"], wanted["no_speech"], rtol=1e-2)
