@@ -48,7 +48,9 @@ def test_captured_steps_say_what_the_cpu_says(wide_folder: Path, dtype: str) -> 
     runner: Any = ears.worker.engine.runner
     assert not runner.faults
     captured = {(key[0], key[1]) for key in runner._lanes}
-    assert captured >= {("encoder", "forward"), ("decoder", "forward")}
+    assert ("encoder", "forward") in captured
+    if dtype != "float32":  # for which there is no paged attention that can be captured
+        assert ("decoder", "forward") in captured
     for other in rounds[1:]:
         assert [one["text"] for one in other] == [one["text"] for one in rounds[0]]
     if dtype == "float32":
