@@ -43,11 +43,12 @@ def _is_supported(python):
     return subprocess.call([python, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
 
 
-def environment(requirements):
-    # type: (list[str]) -> str
+def environment(requirements, alone=()):
+    # type: (list[str], list[str] | tuple[str, ...]) -> str
     """Create or update the virtual environment and return the path of its Python.
 
-    It holds torch, this checkout's packages (editable) and *requirements* (arguments for ``pip install``). The folder
+    It holds torch, this checkout's packages (editable), *requirements* (arguments for ``pip install``) and those of
+    *alone*, which are installed without what they ask for. The folder
     is ``.venv`` in the checkout, or what MSTAR_VENV says. Each set of requirements is installed once; a change of any
     package's ``pyproject.toml``, of torch's release or of Python installs again.
     """
@@ -61,7 +62,7 @@ def environment(requirements):
         shutil.rmtree(folder)  # pip takes a half-installed package for a whole one
     if not os.path.exists(python):
         _create(folder, python)
-    stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements))
+    stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements + list(alone)))
     if not os.path.exists(stamp):
         with open(unfinished, "w"):
             pass
@@ -69,6 +70,8 @@ def environment(requirements):
         _install(python, [TORCH], TORCH + " (a large download, once)")
         editable = [word for package in PACKAGES for word in ("-e", os.path.join(ROOT, *package.split("/")))]
         _install(python, [TORCH] + editable + requirements, "M* and what it needs")
+        if alone:
+            _install(python, ["--no-deps"] + list(alone), "what tests compare with")
         with open(stamp, "w"):
             pass
         os.remove(unfinished)

@@ -22,7 +22,10 @@ def main():
     # type: () -> int
     try:
         use_supported_python()
-        python = environment(["-r", os.path.join(ROOT, "tests", "requirements.txt")])
+        tests = os.path.join(ROOT, "tests")
+        python = environment(
+            ["-r", os.path.join(tests, "requirements.txt")], ["-r", os.path.join(tests, "references.txt")]
+        )
     except CannotSetUp as error:
         print(error, file=sys.stderr)
         return 2
@@ -31,8 +34,8 @@ def main():
         say("FAILED: %s. The tests run all the same; this run fails." % ", ".join(failed))
     # Two processes, since most tests wait for a server, a worker or a compiler now and then. A file stays in one.
     words = ["-n", "2", "--dist", "loadfile"] + sys.argv[1:]
-    tests = subprocess.call([python, "-m", "pytest"] + words, cwd=ROOT)
-    return tests or (1 if failed else 0)
+    status = subprocess.call([python, "-m", "pytest"] + words, cwd=ROOT)
+    return status or (1 if failed else 0)
 
 
 def _passes(python, name, words):
