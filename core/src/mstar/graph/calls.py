@@ -74,11 +74,13 @@ class Drafted:
 
 
 class Partition:
-    """A route in progress: the current walk's program, its loop counters, joins, drafts. *ahead*: a foreseen call."""
+    """A route in progress: the current walk's program, its loop counters, joins, drafts. *ahead*: a foreseen call.
+    *reason*: why the walk's outermost loop ended; *ended*: likewise of the last walk before it that had one."""
 
     __slots__ = (
         "ahead",
         "drafts",
+        "ended",
         "finished",
         "heard",
         "joins",
@@ -102,7 +104,7 @@ class Partition:
         self.drafts: dict[DraftOp, Drafted] = {}
         self.signals: tuple[str, ...] = ()
         self.said: dict[str, list[int]] = {}  # sampler → tokens of this walk that its route wants to see
-        self.reason = "done"
+        self.reason = self.ended = "done"
         self.finished = False
         self.ahead: CallRun | None = None
         self.heard: Heard = {}

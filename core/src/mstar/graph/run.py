@@ -146,7 +146,8 @@ class RequestRun:
 
     @property
     def reasons(self) -> dict[str, str]:
-        return {p.name: p.reason for p in self.partitions}
+        """Partition → why its last loop ended. A walk without one, which comes after an answer, hides nothing of it."""
+        return {p.name: p.ended if p.reason == "done" else p.reason for p in self.partitions}
 
     def deadline(self, partition: str, now: float) -> float | None:
         """The earliest playback deadline of the client streams that *partition* feeds."""
@@ -278,6 +279,7 @@ class RequestRun:
                 return
 
     def _end_walk(self, partition: Partition, op: EndOp) -> None:
+        partition.ended = partition.ended if partition.reason == "done" else partition.reason
         signals = {name: self.values[name].to_host() for name in partition.signals}
         self._next_walk(partition, Outcome(partition.walk, partition.reason, signals, partition.said))
 
