@@ -42,7 +42,7 @@ def test_imports_where_torch_and_the_server_are_not_installed(name: str) -> None
     [f"{package}.plugin" for package in ("mstar_server", "mstar_demo", "mstar_asr", "mstar_diffusion", "mstar_tts")],
 )
 def test_plugin_modules_are_light(plugin: str) -> None:
-    code = f"import sys, {plugin}; print(sorted({{'torch', 'transformers', 'fastapi'}} & set(sys.modules)))"
+    code = f"import sys, {plugin}; print(sorted({{'torch', 'transformers', 'fastapi', 'numpy'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 

@@ -8,14 +8,16 @@ from pydantic import Field
 
 from mstar.spec.canvas import Sizes
 from mstar.spec.knobs import Finite, Knobs
-from mstar_diffusion.schedules import MOST_STEPS
 
-__all__ = ["AREA", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOptions", "Lora", "Size"]
+__all__ = ["AREA", "MOST_STEPS", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOptions", "Lora", "Size"]
 
 AREA = 2048 * 2048
 
 TEXT_TOKENS = 512
 """The longest prompt, its template included."""
+
+MOST_STEPS = 100
+"""The most denoise steps of a request: schedules are padded to so many."""
 
 SIZES = Sizes(multiple=16, min_side=64, max_side=8192)
 """Sides in pixels: a token is a square of 16. How many there may be in all is the operator's choice."""
