@@ -206,6 +206,7 @@ async def test_a_bad_form_field_is_named(kit, data, param):
     ("param", "message", "named"),
     [
         ("parts[1]", "'parts[1]': no use for it", "files[1]"),
+        ("parts[0]", "parts[0]: no use for it", "files[0]"),
         ("parts", "'parts': one clip a request", "files"),
         ("partsize", "'partsize': is odd", "partsize"),
     ],

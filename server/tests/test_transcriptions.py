@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import Audio, TranscriptionTask
+from mstar_server.on_demand import Shelf
+from mstar_server.options import ServerOptions
 
 RATE = 8000
 
@@ -152,6 +155,29 @@ async def test_windows_that_have_not_begun_do_not_after_a_cancel(kit: Any) -> No
         reply = await asked
     assert (reply.status_code, reply.json()["text"], reply.json()["finish_reason"]) == (200, "one", "cancelled")
     assert len(tiny.answers) == 1
+
+
+async def test_a_model_on_demand_is_loaded_once_for_a_clip(kit: Any) -> None:
+    """H6: however long its processor looks at the clip before the first window."""
+    made = []
+
+    def make() -> Any:
+        made.append(service(kit, [TextDelta("x")], key="a"))
+        windows = made[-1].processor.windows
+
+        def slow(task: TranscriptionTask) -> Sequence[TranscriptionTask]:
+            time.sleep(0.3)
+            return windows(task)
+
+        made[-1].processor.windows = slow
+        return made[-1]
+
+    options = ServerOptions(idle_unload_s=0.0)
+    model = Shelf(options).add(kit.make_spec(key="a", abilities=("transcription",)), make)
+    async with kit.client(model, idle_unload_s=0.0) as client:
+        assert (await post(client)).json()["text"] == "x x x x"
+    await model.stop()
+    assert len(made) == 1
 
 
 async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> None:

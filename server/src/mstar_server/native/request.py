@@ -267,5 +267,5 @@ def as_files() -> Iterator[None]:
     except RequestError as error:
         if error.param is not None and re.match(r"parts\b", error.param):
             error.param = "files" + error.param.removeprefix("parts")
-            error.message = re.sub(r"'parts\b", "'files", error.message)
+            error.message = re.sub(r"\bparts(?=\[|')", "files", error.message)
         raise
