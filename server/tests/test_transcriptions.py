@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import io
 import json
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +21,7 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import Audio, TranscriptionTask
+from mstar_server.exchange import current
 from mstar_server.on_demand import Shelf
 from mstar_server.options import ServerOptions
 
@@ -178,6 +182,30 @@ async def test_a_model_on_demand_is_loaded_once_for_a_clip(kit: Any) -> None:
         assert (await post(client)).json()["text"] == "x x x x"
     await model.stop()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_request_is_let_go_when_it_has_ended(kit: Any, stream: str) -> None:
+    """Its samples are memory that the garbage collector knows nothing of: it must not be needed."""
+    tiny, requests, contexts = service(kit, [TextDelta("x")]), [], []
+
+    async def watched(*arguments: Any, generate: Any = tiny.generate) -> Any:
+        requests.append(weakref.ref(current()))
+        contexts.append((current().answers, contextvars.copy_context()))  # as a connection's timer has it
+        return await generate(*arguments)
+
+    tiny.generate = watched
+    async with kit.client(tiny) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            await post(client, stream=stream)
+            assert [answers for answers, _ in contexts] == [{}] * 4
+            contexts.clear()
+            await asyncio.sleep(0.05)
+            assert [ref() for ref in requests] == [None] * 4
+        finally:
+            gc.enable()
 
 
 async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> None:
