@@ -145,6 +145,22 @@ class ScriptedAnswer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class ScriptedHold:
+    def __init__(self, service: ScriptedService):
+        self.service = service
+
+    async def generate(
+        self, task: Task, request_id: str | None = None, sibling_of: str | None = None
+    ) -> ScriptedAnswer:
+        if self in self.service.holds and self.service.phase.name == "draining":
+            return self.service.answer(task, request_id, sibling_of)
+        return await self.service.generate(task, request_id, sibling_of)
+
+    def close(self) -> None:
+        if self in self.service.holds:
+            self.service.holds.remove(self)
+
+
 class ScriptedService:
     """A service whose every request follows *script* (an exception is raised by ``generate`` if *refuse* is set)."""
 
@@ -160,6 +176,7 @@ class ScriptedService:
         self.ids: list[tuple[str | None, str | None]] = []
         self.answers: list[ScriptedAnswer] = []
         self.stopped, self.sessions = False, 0
+        self.holds: list[ScriptedHold] = []
 
     @property
     def open_requests(self) -> int:
@@ -182,7 +199,7 @@ class ScriptedService:
         self.phase = Phase(name="draining")
         try:
             async with asyncio.timeout(seconds):
-                while any(answer.finish_reason is None for answer in self.answers):
+                while self.holds or any(answer.finish_reason is None for answer in self.answers):
                     await asyncio.sleep(0.005)
         except TimeoutError:
             return False
@@ -196,6 +213,15 @@ class ScriptedService:
     ) -> ScriptedAnswer:
         if self.phase.name != "ready":
             raise NotReady(self.phase.name)
+        return self.answer(task, request_id, sibling_of)
+
+    def hold(self) -> ScriptedHold:
+        if self.phase.name != "ready":
+            raise NotReady(self.phase.name)
+        self.holds.append(ScriptedHold(self))
+        return self.holds[-1]
+
+    def answer(self, task: Task, request_id: str | None, sibling_of: str | None) -> ScriptedAnswer:
         if self.refuse is not None:
             raise self.refuse
         script = self.script(len(self.answers)) if callable(self.script) else self.script

@@ -201,6 +201,25 @@ async def test_a_bad_form_field_is_named(kit, data, param):
     assert reply.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize(
+    ("param", "message", "named"),
+    [
+        ("parts[1]", "'parts[1]': no use for it", "files[1]"),
+        ("parts[0]", "parts[0]: no use for it", "files[0]"),
+        ("parts", "'parts': one clip a request", "files"),
+        ("partsize", "'partsize': is odd", "partsize"),
+    ],
+)
+async def test_what_a_processor_says_of_parts_is_said_of_files(kit, streaming, param, message, named):
+    service = kit.Service()
+    service.refuse = RequestError(message, param=param)
+    async with kit.client(service) as client:
+        reply = await client.post("/generate", data={"text": "x", "streaming": streaming})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["message"]) == (400, named, message.replace(param, named))
+
+
 async def test_large_kwargs_too_many_files_and_other_media_types(kit):
     async with kit.client(kit.Service(kit.HELLO), max_kwargs_bytes=50, max_files=1) as client:
         large = json.dumps({"x": "y" * 60})

@@ -8,8 +8,10 @@ import contextlib
 import pytest
 
 from mstar.cluster.base import Phase
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.knobs import SamplingKnobs
 from mstar.spec.processor import Voice
+from mstar.spec.tasks import GenerateTask
 from mstar_server.on_demand import Shelf
 from mstar_server.options import ServerOptions
 
@@ -176,6 +178,24 @@ async def test_unloaded_when_idle(house, chat, idle):
     await until(lambda: first.stopped)
     assert states(await client.get("/v1/models")) == {"a": "unloaded"}
     assert (await client.post(CHAT, json=chat(model="a"))).status_code == 200
+
+
+async def test_a_model_that_is_held_is_not_unloaded(house, kit):
+    """H6: a clip's windows are requests, and between two of them it is still in use."""
+    _, loads, (model,) = await house("a", idle_unload_s=0.0)
+    task = GenerateTask(knobs=SamplingKnobs(), want=("text",), text="x")
+    hold = model.hold()
+    assert [d.text async for d in await hold.generate(task)] == [d.text for d in kit.HELLO]
+    with pytest.raises(RequestError, match="in use"):
+        await model.unload()
+    await asyncio.sleep(0.2)
+    (service,) = loads["a"].made
+    assert not service.stopped
+    assert len(service.holds) == 1
+    hold.close()
+    hold.close()
+    assert (service.holds, model.open_requests) == ([], 0)
+    await until(lambda: service.stopped)
 
 
 async def test_never_unloaded_by_default(house, chat):

@@ -176,6 +176,21 @@ async def test_a_piece_waits_while_the_queue_is_full(kit: Any, speaking: Any, mo
     assert len(refused) == 2
 
 
+async def test_a_server_that_stops_lets_all_pieces_end(kit: Any, speaking: Any) -> None:
+    """H4"""
+    gate = asyncio.Event()
+    service = speaking(lambda number: [TONE] if number else [gate, TONE])
+    async with kit.client(service) as client:
+        asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c")))
+        await until(lambda: service.answers)
+        draining = asyncio.create_task(service.drain(10))
+        await asyncio.sleep(0)
+        gate.set()
+        assert (await asking).content == 3 * PCM
+        assert await draining
+    assert service.holds == []
+
+
 async def test_it_does_not_wait_for_ever(kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spoken, "BUSY_S", 0.0)
     service = speaking(lambda number: [TONE] if number == 0 else [TooBusy("full")])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
 import io
 import json
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +21,9 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import SegmentDelta, TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import Audio, TranscriptionTask
+from mstar_server.exchange import current
+from mstar_server.on_demand import Shelf
+from mstar_server.options import ServerOptions
 
 RATE = 8000
 
@@ -93,6 +100,114 @@ async def test_a_busy_model_refuses_the_first_window_and_keeps_later_ones_waitin
         assert (reply.status_code, reply.json()["error"]["code"]) == (429, "queue_full")
 
 
+def window(offset: float) -> TranscriptionTask:
+    return TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE), RATE), offset=offset)
+
+
+async def test_a_window_that_goes_on_with_another_waits_for_room_as_well(kit: Any) -> None:
+    scripts = [[TextDelta("one"), window(1.0)], [TooBusy("full", retry_after=0.01)], [TextDelta("two")]]
+    tiny = service(kit, lambda n: scripts[n])
+    async with kit.client(tiny) as client:
+        reply = await post(client, clip(1.0))
+    assert (reply.status_code, reply.json()["text"]) == (200, "one two")
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_server_that_stops_lets_a_clip_end(kit: Any, stream: str) -> None:
+    """H4: also the windows of it that have not begun."""
+    gate = asyncio.Event()
+    tiny = service(kit, lambda n: [TextDelta("one"), gate, window(1.0)] if n == 0 else [TextDelta("two")])
+    async with kit.client(tiny) as client:
+        asked = asyncio.create_task(post(client, clip(1.0), stream=stream))
+        while not tiny.answers:
+            await asyncio.sleep(0.01)
+        draining = asyncio.create_task(tiny.drain(10))
+        await asyncio.sleep(0)
+        gate.set()
+        text = (await asked).text
+        assert "one two" in text, text
+        assert await draining
+        assert (await post(client)).status_code == 503
+    assert tiny.holds == []
+
+
+async def test_a_clip_that_is_cancelled_is_told_as_far_as_it_was_heard(kit: Any) -> None:
+    scripts: list[Any] = [[TextDelta("one"), window(1.0)], [TextDelta("two"), asyncio.Event()]]
+    tiny = service(kit, lambda n: scripts[n])
+    async with kit.client(tiny) as client:
+        asked = asyncio.create_task(client.post(
+            "/v1/audio/transcriptions", files={"file": ("a.wav", clip(1.0))}, headers={"X-Request-ID": "mine"}
+        ))  # fmt: skip
+        while len(tiny.answers) < 2 or not tiny.answers[1].said:
+            await asyncio.sleep(0.01)
+        assert (await client.delete("/v1/requests/mine")).status_code == 200
+        body = (await asked).json()
+    assert (body["text"], body["finish_reason"], len(tiny.answers)) == ("one two", "cancelled", 2)
+    assert tiny.holds == []
+
+
+async def test_windows_that_have_not_begun_do_not_after_a_cancel(kit: Any) -> None:
+    tiny = service(kit, lambda n: [TextDelta("one"), asyncio.Event()])
+    tiny.limits = {"max_concurrent_requests": 1}
+    async with kit.client(tiny) as client:
+        asked = asyncio.create_task(client.post(
+            "/v1/audio/transcriptions", files={"file": ("a.wav", clip())}, headers={"X-Request-ID": "mine"}
+        ))  # fmt: skip
+        while not tiny.answers or not tiny.answers[0].said:
+            await asyncio.sleep(0.01)
+        assert (await client.delete("/v1/requests/mine")).status_code == 200
+        reply = await asked
+    assert (reply.status_code, reply.json()["text"], reply.json()["finish_reason"]) == (200, "one", "cancelled")
+    assert len(tiny.answers) == 1
+
+
+async def test_a_model_on_demand_is_loaded_once_for_a_clip(kit: Any) -> None:
+    """H6: however long its processor looks at the clip before the first window."""
+    made = []
+
+    def make() -> Any:
+        made.append(service(kit, [TextDelta("x")], key="a"))
+        windows = made[-1].processor.windows
+
+        def slow(task: TranscriptionTask) -> Sequence[TranscriptionTask]:
+            time.sleep(0.3)
+            return windows(task)
+
+        made[-1].processor.windows = slow
+        return made[-1]
+
+    options = ServerOptions(idle_unload_s=0.0)
+    model = Shelf(options).add(kit.make_spec(key="a", abilities=("transcription",)), make)
+    async with kit.client(model, idle_unload_s=0.0) as client:
+        assert (await post(client)).json()["text"] == "x x x x"
+    await model.stop()
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_request_is_let_go_when_it_has_ended(kit: Any, stream: str) -> None:
+    """Its samples are memory that the garbage collector knows nothing of: it must not be needed."""
+    tiny, requests, contexts = service(kit, [TextDelta("x")]), [], []
+
+    async def watched(*arguments: Any, generate: Any = tiny.generate) -> Any:
+        requests.append(weakref.ref(current()))
+        contexts.append((current().answers, contextvars.copy_context()))  # as a connection's timer has it
+        return await generate(*arguments)
+
+    tiny.generate = watched
+    async with kit.client(tiny) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            await post(client, stream=stream)
+            assert [answers for answers, _ in contexts] == [{}] * 4
+            contexts.clear()
+            await asyncio.sleep(0.05)
+            assert [ref() for ref in requests] == [None] * 4
+        finally:
+            gc.enable()
+
+
 async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> None:
     wrong = RequestError("too odd", param="file")
     tiny = service(kit, lambda n: [wrong] if n == 0 else [TextDelta("x")])
@@ -144,7 +259,7 @@ async def test_a_window_may_be_heard_again_instead(kit: Any) -> None:
         tiny.answers.clear()
         tiny.script = [again]
         assert (await post(client, clip(1.0))).status_code == 500  # it never goes on
-        assert len(tiny.answers) == 8
+        assert len(tiny.answers) == 16
 
 
 async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:

@@ -416,6 +416,29 @@ async def test_drain_refuses_new_requests_and_waits_for_the_running_ones() -> No
         assert [delta async for delta in answer] == []
 
 
+async def test_what_is_held_goes_on_while_the_service_drains() -> None:
+    async with running() as service:
+        hold = service.hold()
+        assert await text(await hold.generate(counting())) != ""
+        assert service.open_requests == 1, "between two of its requests"
+        assert await service.drain(0.01) is False
+        with pytest.raises(NotReady, match="draining"):
+            await service.generate(counting())
+        with pytest.raises(NotReady, match="draining"):
+            service.hold()
+        draining = asyncio.ensure_future(service.drain(10))
+        answer = await hold.generate(counting())
+        assert service.open_requests == 1
+        assert await text(answer) != ""
+        assert not draining.done()
+        hold.close()
+        hold.close()
+        assert await draining is True
+        assert service.open_requests == 0
+        with pytest.raises(NotReady, match="draining"):
+            await hold.generate(counting())
+
+
 async def test_two_services_at_once() -> None:
     async with running() as one, running(executor="processes") as two:
         answers = [await service.generate(counting(9), "same") for service in (one, two)]

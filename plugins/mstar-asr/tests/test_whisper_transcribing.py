@@ -15,6 +15,7 @@ from mstar.spec.processor import SegmentDelta, TextDelta
 from mstar.spec.request import Done
 from mstar.spec.tasks import Audio, ChatTask, GenerateTask, Image, Message, Text
 from mstar.testing.sounds import babble
+from mstar_asr.whisper.longform import temperatures
 from mstar_asr.whisper.processor import WhisperProcessor
 from mstar_asr.whisper.request import AFTER_SOT, TIMESTAMPS
 from mstar_asr.whisper.spec import WhisperKnobs
@@ -122,6 +123,15 @@ def test_a_guess_is_heard_again_at_higher_temperatures(model: WhisperProcessor) 
     assert heard.transcript.text == "try2 try3"
     assert [s.said.temperature for s in heard.transcript.segments] == [0.4, 0.0]
     assert heard.prompts[3][0] == model.tokens.sot_prev
+
+
+@pytest.mark.parametrize("step", [1e-12, 0.001, 0.0999])
+def test_a_window_is_not_heard_hundreds_of_times(step: float) -> None:
+    with pytest.raises(RequestError, match=r"must be 0, or from 0\.1 to 1, got .* is 0\.1") as refused:
+        validate_knobs(WhisperKnobs, {"temperature_increment": step})
+    assert refused.value.param == "temperature_increment"
+    validate_knobs(WhisperKnobs, {"temperature_increment": 0.1})
+    assert len(temperatures(0.0, 0.1)) == 11
 
 
 def test_repetition_is_heard_again(model: WhisperProcessor) -> None:

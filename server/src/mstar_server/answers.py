@@ -16,7 +16,7 @@ from functools import partial
 from mstar.spec.processor import Delta
 from mstar.spec.tasks import Task
 from mstar_server.exchange import current
-from mstar_server.protocols import Answer, Service, Takeable
+from mstar_server.protocols import Answer, Generates, Service, Takeable
 
 __all__ = ["Merged", "begin", "cancel", "start"]
 
@@ -25,7 +25,7 @@ QUEUED_DELTAS = 64
 
 
 async def start(
-    service: Service, tasks: Sequence[Task], request_id: str, samples: int | None = None, *, outlives: bool = False
+    service: Generates, tasks: Sequence[Task], request_id: str, samples: int | None = None, *, outlives: bool = False
 ) -> list[Answer]:
     """Start *tasks*; all of them or none.
 
@@ -46,7 +46,7 @@ async def start(
     return answers
 
 
-async def _start_one(service: Service, task: Task, name: str, sibling_of: str | None, outlives: bool) -> Answer:
+async def _start_one(service: Generates, task: Task, name: str, sibling_of: str | None, outlives: bool) -> Answer:
     exchange = current()
     if exchange is None:
         return await service.generate(task, name, sibling_of)

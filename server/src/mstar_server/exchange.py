@@ -152,6 +152,7 @@ class Exchange:
         self.error = self.error or RequestError("the request has ended", code="request_ended", status=409)
         for answer in self.answers.values():
             answer.close()
+        self.task = None  # its context holds this exchange, and so every file that its answers were about
         self.book.remove(self)
         if self._entered and not self._handed_over:
             self.book.limits.leave(self.caller)
@@ -293,6 +294,7 @@ class ExchangeLife:
             exchange.close()
             self.watcher.exchange_ends(exchange)
             _note(exchange, scope)
+            exchange.answers.clear()  # whatever the connection's timers hold, it is not the files of its last request
             _current.reset(token)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

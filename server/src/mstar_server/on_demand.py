@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from mstar.spec.processor import Processor, Voice
 from mstar.spec.tasks import Task
 from mstar_server.openai.speakers import model_voices
 from mstar_server.options import ServerOptions
-from mstar_server.protocols import Answer, Service
+from mstar_server.protocols import Answer, Generates, Hold, Service
 
 __all__ = ["OnDemand", "Shelf", "model_state", "not_ready"]
 
@@ -305,16 +305,55 @@ class OnDemand:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer:
+        return await self._generate(task, request_id, sibling_of, None)
+
+    async def _generate(self, task: Task, request_id: str | None, sibling_of: str | None, hold: _Held | None) -> Answer:
         began = time.monotonic()
         self._users += 1
         try:
             service = await self.load(seconds=task.timeout)
             if task.timeout is not None:
                 task = replace(task, timeout=max(task.timeout - (time.monotonic() - began), 1e-3))
-            return await service.generate(task, request_id, sibling_of)
+            return await (service if hold is None else hold.of(service)).generate(task, request_id, sibling_of)
         finally:
-            self._users -= 1
-            self.last_used = time.monotonic()
+            self._leave()
+
+    def hold(self) -> Hold:
+        """The model is loaded by its first request and stays until it is closed."""
+        self._users += 1
+        return _Held(self._generate, self._leave)
+
+    def _leave(self) -> None:
+        self._users -= 1
+        self.last_used = time.monotonic()
+
+
+class _Held:
+    """A hold on a model that may have to be loaded first, and on the service that it has then."""
+
+    def __init__(self, generate: Callable[..., Awaitable[Answer]], leave: Callable[[], None]):
+        self._generate, self._leave = generate, leave
+        self._inner: Hold | None = None
+        self._closed = False
+
+    async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer:
+        return await self._generate(task, request_id, sibling_of, self)
+
+    def of(self, service: Service) -> Generates:
+        """What its next request is made with. It is the same service each time: a model that is held is not
+        unloaded."""
+        if self._closed:
+            return service
+        if self._inner is None:
+            self._inner = service.hold()
+        return self._inner
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._inner is not None:
+                self._inner.close()
+            self._leave()
 
 
 def _seen(task: asyncio.Task[None]) -> None:

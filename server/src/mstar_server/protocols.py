@@ -15,7 +15,7 @@ from mstar.spec.processor import Delta, Processor
 from mstar.spec.request import Usage
 from mstar.spec.tasks import Task
 
-__all__ = ["Answer", "Registry", "Service", "Takeable"]
+__all__ = ["Answer", "Generates", "Hold", "Registry", "Service", "Takeable"]
 
 
 class Answer(Protocol):
@@ -74,7 +74,21 @@ class Takeable(Protocol):
         it."""
 
 
-class Service(Protocol):
+class Generates(Protocol):
+    """What takes tasks."""
+
+    async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer: ...
+
+
+class Hold(Generates, Protocol):
+    """A place for requests that follow one another: it counts as one that runs, and while the model drains its requests
+    are taken (:class:`mstar.runtime.hold.Hold`)."""
+
+    def close(self) -> None:
+        """The last of them has ended. May be called more than once."""
+
+
+class Service(Generates, Protocol):
     """One served model. What is told of its requests is set by the server (``watcher``)."""
 
     watcher: Watcher | None
@@ -103,7 +117,8 @@ class Service(Protocol):
 
     async def status(self) -> Mapping[str, Any]: ...
 
-    async def generate(self, task: Task, request_id: str | None = None, sibling_of: str | None = None) -> Answer: ...
+    def hold(self) -> Hold:
+        """Raises what :meth:`generate` would if the model takes no requests. Close it."""
 
 
 class Registry(Protocol):

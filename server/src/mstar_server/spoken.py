@@ -24,10 +24,11 @@ class Spoken:
     """The sounds of *tasks*, one after the other, as one :class:`~mstar_server.protocols.Answer`.
 
     While one piece is heard the next one is made already; there are never more than two. An error of one ends them all.
+    They are one request to a server that stops: it lets them end.
     """
 
     def __init__(self, service: Service, tasks: Sequence[SpeechTask], answer_id: str):
-        self.id, self._service, self._tasks = answer_id, service, tasks
+        self.id, self._hold, self._tasks = answer_id, service.hold(), tasks
         self._answers: list[Answer] = []
         self._ahead: asyncio.Task[Answer] | None = None
         self._cancelled: str | None = None
@@ -57,9 +58,20 @@ class Spoken:
 
     async def begin(self) -> None:
         """Hand in the first piece; what is wrong with the request is raised here."""
-        self._answers.append(await self._start(0))
+        try:
+            self._answers.append(await self._start(0))
+        except BaseException:
+            self._hold.close()
+            raise
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
+        try:
+            async for delta in self._deltas():
+                yield delta
+        finally:
+            self._hold.close()
+
+    async def _deltas(self) -> AsyncIterator[Delta]:
         if not self._answers:
             await self.begin()
         for number in range(len(self._tasks)):
@@ -92,6 +104,7 @@ class Spoken:
         if self._ended or self._cancelled is not None:
             return
         self._cancelled = reason
+        self._hold.close()
         if self._ahead is not None:
             self._ahead.add_done_callback(_discard)
             self._ahead.cancel()
@@ -126,7 +139,7 @@ class Spoken:
 
     async def _start(self, number: int) -> Answer:
         name = self.id if len(self._tasks) == 1 else f"{self.id}-{number}"
-        (answer,) = await start(self._service, [self._tasks[number]], name)
+        (answer,) = await start(self._hold, [self._tasks[number]], name)
         return answer
 
 

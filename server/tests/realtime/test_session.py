@@ -270,6 +270,35 @@ async def test_a_model_that_can_be_fed_with_speech_writes_down_live(kit, talk):
         assert refused["error"]["param"] == "session.type"
 
 
+async def test_nothing_more_is_told_of_a_live_turn_that_is_cleared(kit, talk):
+    more = asyncio.Event()
+    fed = scribe(kit, (TextDelta("well"), more, TextDelta(" said")), live=(LiveInput("audio", "audio"),))
+    async with talk(fed, query="?model=scribe") as client:
+        await client.update(**MANUAL)
+        await client.append(SPEECH)
+        (dropped,) = await client.until(f"{TRANSCRIPT}.delta")
+        await client.say("input_audio_buffer.clear")
+        await client.until("input_audio_buffer.cleared")
+        assert fed.answers[0].cancelled.is_set()
+        more.set()
+        await client.append(SPEECH)
+        await client.say("input_audio_buffer.commit")
+        events = await client.until(f"{TRANSCRIPT}.completed")
+        assert dropped["item_id"] not in {event.get("item_id") for event in events}
+
+
+async def test_a_live_turn_whose_client_says_nothing_more_does_not_keep_the_session(kit, talk):
+    """F11: nor the model's place that it holds."""
+    fed = scribe(kit, (TextDelta("well"), asyncio.Event()), live=(LiveInput("audio", "audio"),))
+    async with talk(fed, query="?model=scribe", realtime_idle_s=0.3) as client:
+        await client.update(**MANUAL)
+        await client.append(SPEECH)
+        assert (await client.until("error"))[-1]["error"]["code"] == "session_expired"
+        await client.socket.wait_closed()
+        assert client.socket.close_code == 1000
+    assert fed.answers[0].cancelled.is_set()
+
+
 async def test_another_model_writes_down_for_one_that_does_not_hear(kit, talk):
     tiny = chat(kit, inputs=("text",))
     async with talk(tiny, scribe(kit)) as client:

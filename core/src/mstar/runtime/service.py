@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mstar.cluster.base import Executor, Phase, WorkerConfig
 from mstar.runtime.answer import Acks, Answer, request_error
 from mstar.runtime.family import family_code
+from mstar.runtime.hold import Hold
 from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.runtime.processors import load_processor
 from mstar.runtime.watch import Watched, Watcher
@@ -68,6 +69,7 @@ class Service:
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix=f"mstar-{spec.key}")
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
         self._open: set[str] = set()  # ids of requests that are being prepared or running
+        self._holds: dict[Hold, None] = {}
         self._limits: dict[str, tuple[float, asyncio.TimerHandle]] = {}  # of requests that have a time limit
         self._watched: dict[str, Watched] = {}  # until the worker is done with them
         self._idle = asyncio.Event()
@@ -81,7 +83,7 @@ class Service:
         if self._phase.name != "ready":
             return self._phase
         if self._draining:
-            return Phase(name="draining", detail=f"{len(self._open)} request(s) still running")
+            return Phase(name="draining", detail=f"{self.open_requests} request(s) still running")
         if self._processor is None:
             return Phase(name="starting", detail="loading the processor")
         return self._phase
@@ -95,8 +97,8 @@ class Service:
 
     @property
     def open_requests(self) -> int:
-        """Requests that are being prepared, waiting or running."""
-        return len(self._open)
+        """Requests that are being prepared, waiting or running, and holds between two of theirs."""
+        return len(self._open) + sum(hold.ids.isdisjoint(self._open) for hold in self._holds)
 
     async def start(self) -> None:
         """Load processor and worker, side by side if the worker is another process; returns when both are ready.
@@ -156,25 +158,47 @@ class Service:
         A request that has taken longer than *task* or the deployment allows ends with status 504 and code ``timeout``,
         also when the worker hangs.
         """
+        return await self._begin(task, request_id or uuid.uuid4().hex, sibling_of, None)
+
+    def hold(self) -> Hold:
+        """A place for requests that follow one another. Close it when the last one has ended.
+
+        :raises NotReady: as :meth:`generate`.
+        """
+        self._check_ready(None)
+        hold = Hold(self.spec, self.limits, self._begin, self._let_go)
+        self._holds[hold] = None
+        self._idle.clear()
+        return hold
+
+    def _let_go(self, hold: Hold) -> None:
+        self._holds.pop(hold, None)
+        self._note_idle()
+
+    async def _begin(self, task: Task, request_id: str, sibling_of: str | None, hold: Hold | None) -> Answer:
         check_wanted(self.spec, task.want)
-        request_id = request_id or uuid.uuid4().hex
         if self.watcher is None:
-            return await self._generate(task, request_id, sibling_of, None)
+            return await self._generate(task, request_id, sibling_of, hold, None)
         watched = Watched(self.watcher.begin(self.spec, task, request_id))
         try:
-            return await self._generate(task, request_id, sibling_of, watched)
+            return await self._generate(task, request_id, sibling_of, hold, watched)
         except BaseException as error:
             watched.refused(error)
             raise
 
-    async def _generate(self, task: Task, request_id: str, sibling_of: str | None, watched: Watched | None) -> Answer:
-        self._check_open(request_id)
+    async def _generate(
+        self, task: Task, request_id: str, sibling_of: str | None, hold: Hold | None, watched: Watched | None
+    ) -> Answer:
+        self._check_open(request_id, hold)
         self._open.add(request_id)
         self._idle.clear()
+        if hold is not None:
+            hold.ids &= self._open
+            hold.ids.add(request_id)
         try:
             deadline = self._limit(task, request_id)
             prepared, renderer = await self._in_thread(self._prepare, task, request_id, sibling_of)
-            self._check_ready()
+            self._check_ready(hold)
             if deadline is not None:
                 prepared.request.timeout = deadline - time.monotonic()
                 if prepared.request.timeout <= 0:
@@ -199,17 +223,17 @@ class Service:
             raise
         return answer
 
-    def _check_open(self, request_id: str) -> None:
-        self._check_ready()
+    def _check_open(self, request_id: str, hold: Hold | None) -> None:
+        self._check_ready(hold)
         if request_id in self._open:
             message = f"request id {request_id!r} is in use"
             raise RequestError(message, param="id", code="duplicate_id", status=409)
         if len(self._open) >= self._capacity:
             raise TooBusy(f"{len(self._open)} requests are running or waiting, which is the limit; try again later")
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, hold: Hold | None) -> None:
         phase = self.phase
-        if phase.name != "ready":
+        if phase.name != "ready" and not (phase.name == "draining" and hold in self._holds):
             detail = f" ({phase.detail})" if phase.detail else ""
             raise NotReady(f"the model {self.spec.key!r} is not ready: {phase.name}{detail}")
 
@@ -288,7 +312,10 @@ class Service:
         self._watched.pop(request_id, None)
         if (limit := self._limits.pop(request_id, None)) is not None:
             limit[1].cancel()
-        if not self._open:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not (self._open or self._holds):
             self._idle.set()
 
     def _on_phase(self, phase: Phase) -> None:

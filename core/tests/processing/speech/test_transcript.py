@@ -75,7 +75,7 @@ def test_times_are_the_clips_and_go_forward() -> None:
     assert [(w.text, w.start, w.end) for w in transcript.words] == [
         ("one", 1.5, 2.0), ("two", 4.0, 5.0), ("a", 10.5, 10.6),
     ]  # fmt: skip
-    assert (transcript.language, transcript.cut_short) == ("de", True)
+    assert (transcript.language, transcript.finish_reason) == ("de", "length")
 
 
 def test_subtitles() -> None:

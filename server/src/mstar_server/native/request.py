@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -26,6 +28,7 @@ __all__ = [
     "GenerateBody",
     "NativeRequest",
     "Upload",
+    "as_files",
     "from_form",
     "from_json",
     "is_name",
@@ -254,3 +257,15 @@ async def with_files(task: GenerateTask, request: NativeRequest, spec: ModelSpec
     sampling = Sampling(audio="audio" in takes)
     items = [Item("any", u.content, u.param, takes, sampling, u.name, u.media_type) for u in request.uploads]
     return replace(task, parts=tuple(await media.decode(items)))
+
+
+@contextlib.contextmanager
+def as_files() -> Iterator[None]:
+    """A processor calls what a task brings its ``parts``; they came as ``files``, and errors name those."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None and re.match(r"parts\b", error.param):
+            error.param = "files" + error.param.removeprefix("parts")
+            error.message = re.sub(r"\bparts(?=\[|')", "files", error.message)
+        raise

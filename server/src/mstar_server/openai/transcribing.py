@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from mstar.processing.speech.transcript import Segment, TranscriptBuilder
-from mstar.spec.errors import FaultFound, TooBusy
+from mstar.spec.errors import FaultFound, RequestError, TooBusy
 from mstar.spec.processor import TextDelta
 from mstar.spec.request import TokenLogprob
 from mstar.spec.tasks import TranscriptionTask
@@ -22,7 +22,7 @@ AT_ONCE = 8
 
 _RETRIES = 60
 _LONGEST_WAIT_S = 2.0
-_SAME_PLACE = 8
+_SAME_PLACE = 16
 """How often a window may be heard again before it has to go on."""
 
 
@@ -47,18 +47,21 @@ class WindowRun:
     begins with its task, then come its deltas, then its :class:`_End`.
 
     The first window is refused as any request is. Later ones wait when the model is too busy for them: a clip that is
-    half told is worth waiting for. Close it when done: what still runs is cancelled.
+    half told is worth waiting for. They are one request to a server that stops: it lets them end. A window that is
+    cancelled ends them all. Close it when done: what still runs is cancelled.
 
-    :ivar prompt_tokens: and *completion_tokens*: of the windows that have ended.
+    :ivar prompt_tokens: and *completion_tokens*: of the windows that have ended. :ivar cancelled: one was cancelled, by
+        its client's wish.
     """
 
     def __init__(self, service: Service, tasks: Sequence[TranscriptionTask], request_id: str):
         most = service.limits.get("max_concurrent_requests") or AT_ONCE
-        self._service, self._id = service, request_id
+        self._spec, self._hold, self._id = service.spec, service.hold(), request_id
         self._turns = asyncio.Semaphore(max(1, min(AT_ONCE, most)))
         self._queues = [asyncio.Queue[Any](QUEUED_DELTAS) for _ in tasks]
         self._running: set[Answer] = set()
         self._head: deque[Any] = deque()
+        self.cancelled = False
         self.prompt_tokens = self.completion_tokens = 0
         self._pumps = [asyncio.ensure_future(self._pump(i, task)) for i, task in enumerate(tasks)]
 
@@ -98,6 +101,7 @@ class WindowRun:
         for pump in self._pumps:
             pump.cancel()
         cancel(list(self._running))
+        self._hold.close()
 
     async def _pump(self, number: int, task: TranscriptionTask) -> None:
         put = self._queues[number].put
@@ -106,14 +110,13 @@ class WindowRun:
             async with self._turns:
                 place, asked, offset, turn = name, 0, task.offset, 0
                 follow: TranscriptionTask | None = task
-                while follow is not None:
+                while follow is not None and not self.cancelled:
                     asked = 1 if follow.offset > offset else asked + 1
                     if asked > _SAME_PLACE:
-                        spec = self._service.spec
                         where = f"the second {follow.offset:.2f} of a clip is heard again and again"
-                        raise FaultFound(f"{spec.key!r} does not go on: {where} ({spec.processor})")
+                        raise FaultFound(f"{self._spec.key!r} does not go on: {where} ({self._spec.processor})")
                     offset = follow.offset
-                    follow = await self._hear(number, follow, place)
+                    follow = await self._hear(number, follow, place, patient=number > 0 or turn > 0)
                     turn += 1
                     place = f"{name}.{turn}"
         except Exception as error:  # carried over to the reader, which raises it
@@ -121,19 +124,22 @@ class WindowRun:
         else:
             await put(None)
 
-    async def _hear(self, number: int, task: TranscriptionTask, name: str) -> TranscriptionTask | None:
-        """Pass on what is said in *task*'s window, and return what goes on with it."""
+    async def _hear(
+        self, number: int, task: TranscriptionTask, name: str, *, patient: bool
+    ) -> TranscriptionTask | None:
+        """Pass on what is said in *task*'s window, and return what goes on with it. *patient*: wait for room."""
         put = self._queues[number].put
         await put(task)
         for attempt in range(_RETRIES + 1):
             silent = True
             try:
-                (answer,) = await start(self._service, [task], name if not attempt else f"{name}~{attempt}")
+                (answer,) = await start(self._hold, [task], name if not attempt else f"{name}~{attempt}")
                 self._running.add(answer)
                 try:
                     async for delta in answer:
                         silent = False
                         await put(delta)
+                    self.cancelled = self.cancelled or answer.finish_reason == "cancelled"
                     follow = answer.follow
                     if follow is not None and not isinstance(follow, TranscriptionTask):
                         raise TypeError(f"a transcription is followed by one, not by {type(follow).__name__}")
@@ -142,9 +148,14 @@ class WindowRun:
                     cancel([answer])
                     self._running.discard(answer)
             except TooBusy as error:
-                if number == 0 or not silent or attempt == _RETRIES:
+                if not patient or not silent or attempt == _RETRIES:
                     raise
                 await asyncio.sleep(min(error.retry_after, _LONGEST_WAIT_S))
+            except RequestError as error:
+                if not patient or error.code != "request_cancelled":
+                    raise
+                self.cancelled = True  # between two windows: what was said in those before it is the answer
+                return None
             else:
                 return follow
         raise AssertionError("the last attempt returns or raises")
@@ -171,3 +182,5 @@ async def heard(
             else:
                 text, segment = builder.feed(item)
                 yield text, segment, item.logprobs if isinstance(item, TextDelta) else ()
+    if run.cancelled:
+        yield "", builder.close("cancelled"), ()

@@ -53,8 +53,8 @@ def whole(
         if spell is not None:
             body["logprobs"] = logprob_objects(transcript.logprobs, spell)
     body["usage"] = {"type": "duration", "seconds": round(transcript.duration, 3)}
-    if transcript.cut_short:
-        body["finish_reason"] = "length"
+    if transcript.finish_reason is not None:
+        body["finish_reason"] = transcript.finish_reason
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
@@ -99,8 +99,8 @@ def _done(run: WindowRun, transcript: Transcript, spell: Spell | None) -> dict[s
         "total_tokens": run.prompt_tokens + run.completion_tokens,
         "seconds": round(transcript.duration, 3),
     }
-    if transcript.cut_short:
-        event["finish_reason"] = "length"
+    if transcript.finish_reason is not None:
+        event["finish_reason"] = transcript.finish_reason
     return event
 
 

@@ -49,10 +49,10 @@ def _apart() -> AbstractContextManager[Any]:
 
 
 class _Live:
-    """A turn that is heard while it is said."""
+    """A turn that is heard while it is said: the item *item_id*."""
 
-    def __init__(self, answer: Answer, audio: LiveAudio):
-        self.answer, self.audio = answer, audio
+    def __init__(self, answer: Answer, audio: LiveAudio, item_id: str):
+        self.answer, self.audio, self.item_id = answer, audio, item_id
 
     async def push(self, samples: np.ndarray, end: bool = False) -> None:
         if self.answer.finish_reason is None:
@@ -75,7 +75,10 @@ class Running:
 
     @property
     def busy(self) -> bool:
-        return self._replying or bool(self._writing)
+        """Whether anything runs that ends by itself. What hears a turn live does not: it waits for the client."""
+        if self._live is None:
+            return self._replying or bool(self._writing)
+        return bool(self._writing.keys() - {self._live.item_id})
 
     @property
     def listening(self) -> bool:
@@ -118,14 +121,14 @@ class Running:
             spell = token_bytes_of(await self.state.processor(service)) if settings.logprobs else None
             item, opened = Item("message", item_id, "user", [Content("input_audio")]), _opened()
             self._write(item, self._listen(service, task, item, audio, opened, spell))
-            self._live = _Live(await opened, audio)
+            self._live = _Live(await opened, audio, item_id)
             return
         await self.interrupt("turn_detected")
         task = self._chat(settings, self.conversation, service, (STREAM,))
         opened = _opened()
         reply = Reply(settings, self.say, self.conversation, None, self._conversation_id)
         await self._begin(reply, lambda: start(service, [task], new_id("rt")), opened)
-        self._live = _Live(await opened, audio)
+        self._live = _Live(await opened, audio, item_id)
 
     async def _listen(
         self,
@@ -178,10 +181,13 @@ class Running:
         self._writing[item.id] = asyncio.create_task(guarded())
 
     async def drop_live(self) -> None:
-        """The turn that is heard live counts for nothing."""
+        """The turn that is heard live counts for nothing: nothing more is told of it."""
         live, self._live = self._live, None
-        if live is not None:
-            cancel([live.answer])
+        if live is None:
+            return
+        cancel([live.answer])
+        if (writing := self._writing.get(live.item_id)) is not None:
+            writing.cancel()
 
     # --- responses
 

@@ -18,7 +18,15 @@ from mstar_server.answers import Merged, begin, cancel, start
 from mstar_server.errors import as_request_error, error_event
 from mstar_server.json_body import read_json
 from mstar_server.media.uploads import open_form
-from mstar_server.native.request import GenerateBody, NativeRequest, from_form, from_json, make_task, with_files
+from mstar_server.native.request import (
+    GenerateBody,
+    NativeRequest,
+    as_files,
+    from_form,
+    from_json,
+    make_task,
+    with_files,
+)
 from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
 from mstar_server.openapi import answers, body_of
 from mstar_server.options import ServerOptions
@@ -46,9 +54,10 @@ async def generate(request: Request) -> Response:
     if native.uploads:
         task = await with_files(task, native, service.spec, state.media)
     request_id = f"gen-{uuid.uuid4().hex}"
-    if not native.streaming:
-        return await _whole(service, task, request_id)
-    merged = await begin(service, [task], request_id, state.options.keepalive_s)
+    with as_files():
+        if not native.streaming:
+            return await _whole(service, task, request_id)
+        merged = await begin(service, [task], request_id, state.options.keepalive_s)
     return EventStream(_lines(merged, state.options.keepalive_s), "application/x-ndjson", merged.close)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -43,11 +44,13 @@ async def create_speech(body: SpeechRequest, request: Request) -> Response:
     adapter = state.adapter("speech", service)
     with family_code(f"{service.spec.key!r} could not read a request for speech", type(adapter).__module__):
         adapter.tasks(body, None)  # what is wrong with the rest is said before a clip is fetched and decoded
+    with closing(service.hold()):  # a model is not unloaded between its processor's load and the first piece
         processor = await state.processor(service)
-        found = await speaker(body, service.spec, processor, state.media, state.voices, state.tenant(request))
-        (task,) = adapter.tasks(body, found)
-    tasks = await asyncio.to_thread(_pieces, service.spec, processor, task, body.sentence_chunking)
-    spoken = Spoken(service, tasks, Head.of(service, "speech").id)
+        with family_code(f"{service.spec.key!r} could not read a request for speech", type(adapter).__module__):
+            found = await speaker(body, service.spec, processor, state.media, state.voices, state.tenant(request))
+            (task,) = adapter.tasks(body, found)
+        tasks = await asyncio.to_thread(_pieces, service.spec, processor, task, body.sentence_chunking)
+        spoken = Spoken(service, tasks, Head.of(service, "speech").id)
     return await _respond(spoken, body.format, how, state.options.keepalive_s)
 
 

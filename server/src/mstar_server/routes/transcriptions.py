@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import closing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -66,12 +67,13 @@ async def _answer(request: Request, cls: type[TranslationRequest], ability: str)
         (audio,) = await state.media.decode([Item("audio", source, "file")])
         assert isinstance(audio, Audio)
         (task,) = adapter.tasks(body, {"file": audio}, translate=translate)
-    processor = await state.processor(service)
-    spell = None if task.logprobs is None else token_bytes_of(processor)
-    with family_code(f"{service.spec.key!r} could not cut a clip", service.spec.processor):
-        windows: list[TranscriptionTask] = list(await asyncio.to_thread(processor.windows, task))
-    builder = TranscriptBuilder(len(audio.samples) / audio.rate)
-    run = WindowRun(service, windows, f"trsc-{uuid.uuid4().hex}")
+    with closing(service.hold()):  # a model is not unloaded between its processor's load and the first window
+        processor = await state.processor(service)
+        spell = None if task.logprobs is None else token_bytes_of(processor)
+        with family_code(f"{service.spec.key!r} could not cut a clip", service.spec.processor):
+            windows: list[TranscriptionTask] = list(await asyncio.to_thread(processor.windows, task))
+        builder = TranscriptBuilder(len(audio.samples) / audio.rate)
+        run = WindowRun(service, windows, f"trsc-{uuid.uuid4().hex}")
     if body.streamed:
         silence_s = state.options.keepalive_s
         try:

@@ -26,14 +26,15 @@ class Segment:
 @dataclass(frozen=True)
 class Transcript:
     """The words of one clip. :param language: a code, if the model named one. :param duration: of the clip, in seconds.
-    :param cut_short: an answer ended at its limit of tokens: words may be missing."""
+    :param finish_reason: ``length``: an answer ended at its limit of tokens; ``cancelled``: one was broken off. Words
+    may be missing then."""
 
     text: str
     duration: float
     language: str | None = None
     segments: tuple[Segment, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    cut_short: bool = False
+    finish_reason: str | None = None
 
     @property
     def words(self) -> list[Word]:
@@ -67,7 +68,7 @@ class TranscriptBuilder:
         self._language: str | None = None
         self._window: _Window | None = None
         self._last = ""
-        self._cut_short = False
+        self._finish_reason: str | None = None
 
     def open(self, start: float, end: float) -> None:
         """A window from *start* to *end* seconds."""
@@ -110,10 +111,11 @@ class TranscriptBuilder:
 
     def close(self, finish_reason: str | None = None) -> Segment | None:
         """The open window, if any, has ended. Where the model told no times, the window's text is a segment."""
+        if finish_reason == "cancelled" or (finish_reason == "length" and self._finish_reason is None):
+            self._finish_reason = finish_reason
         window, self._window = self._window, None
         if window is None:
             return None
-        self._cut_short = self._cut_short or finish_reason == "length"
         if window.segments or not window.text:
             return None
         segment = Segment(SegmentDelta(window.start, window.end, window.text), window.start)
@@ -124,7 +126,7 @@ class TranscriptBuilder:
         """The transcript. *language*: what the client said that it is, for models that do not tell."""
         return Transcript(
             "".join(self._text), self.duration, self._language or language, tuple(self._segments),
-            tuple(self._logprobs), self._cut_short,
+            tuple(self._logprobs), self._finish_reason,
         )  # fmt: skip
 
 

@@ -151,7 +151,9 @@ class WindowRenderer(Renderer):
             self._go_on(window.frames, window.history, window.last_word)
             return ()
         cut = self._cut(answer.tokens, rest=self._alone)
-        return [*self._tell(cut.pieces), *self._accepted(answer, cut)]
+        told = [*self._tell(cut.pieces), *self._accepted(answer, cut)]
+        self._alignment = []  # large, and a clip's answers are kept until it ends
+        return told
 
     def _accepted(self, answer: Answer, cut: Cut) -> Iterator[SegmentDelta]:
         window = self._window

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mstar.spec.knobs import Finite, Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
@@ -32,7 +32,10 @@ class WhisperKnobs(Knobs):
     timestamps: Literal["none", "segment", "word"] = Field("none", description="Which times to find.")
     temperature: Finite = Field(0.0, ge=0, le=1, description="Of the first try; 0 is greedy.")
     temperature_increment: Finite = Field(
-        0.2, ge=0, le=1, description="Added, up to 1, when an answer fails its tests; 0 keeps every first answer."
+        0.2,
+        ge=0,
+        le=1,
+        description="Added, up to 1, when an answer fails its tests: 0.1 or more; 0 keeps every first answer.",
     )
     compression_ratio_threshold: Finite = Field(
         2.4, ge=0, le=100, description="An answer that compresses better than this is one that repeats itself."
@@ -54,6 +57,14 @@ class WhisperKnobs(Knobs):
         None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True
     )
     max_tokens: int | None = Field(None, ge=1, description="The most tokens of one window of 30 s.", strict=True)
+
+    @field_validator("temperature_increment")
+    @classmethod
+    def _few_attempts(cls, value: float) -> float:
+        """A window is heard eleven times at most."""
+        if 0 < value < 0.1:
+            raise ValueError(f"must be 0, or from 0.1 to 1, got {value:g}; the nearest valid value is 0.1")
+        return value
 
 
 _MIT = Licence("MIT", "https://github.com/openai/whisper/blob/main/LICENSE")
