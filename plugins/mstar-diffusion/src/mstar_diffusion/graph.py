@@ -44,10 +44,9 @@ from mstar.spec.graph import (
 from mstar.spec.request import EngineRequest
 from mstar.weights.names import WeightMap
 from mstar_diffusion.exact import keep_exact
-from mstar_diffusion.knobs import SIZES, ImageOptions, Size
+from mstar_diffusion.knobs import MOST_STEPS, SIZES, ImageOptions, Size
 from mstar_diffusion.lora import fold
 from mstar_diffusion.native import NativeNames
-from mstar_diffusion.schedules import MOST_STEPS
 
 __all__ = ["TOKEN", "ImageFacts", "ImageModel", "by_area", "condition", "reference"]
 

@@ -1,4 +1,4 @@
-"""What requests and operators can set of every model of pictures here. No torch."""
+"""What requests and operators can set of every model of pictures here. No torch, no numpy: `mstar models` imports it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pydantic import Field
 
 from mstar.spec.canvas import Sizes
 from mstar.spec.knobs import Finite, Knobs
-from mstar_diffusion.schedules import MOST_STEPS
 
-__all__ = ["AREA", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOptions", "Lora", "Size"]
+__all__ = ["AREA", "MOST_STEPS", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOptions", "Lora", "Size"]
 
 AREA = 2048 * 2048
+
+MOST_STEPS = 100
 
 TEXT_TOKENS = 512
 """The longest prompt, its template included."""

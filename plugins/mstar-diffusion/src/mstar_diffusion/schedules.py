@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mstar.spec.errors import SetupError
+from mstar_diffusion.knobs import MOST_STEPS
 
-__all__ = ["MOST_STEPS", "FlowSchedule", "empirical_shift", "padded"]
-
-MOST_STEPS = 100
+__all__ = ["FlowSchedule", "empirical_shift", "padded"]
 
 _PLAIN = {
     "num_train_timesteps": 1000,
