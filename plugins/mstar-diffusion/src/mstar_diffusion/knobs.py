@@ -1,4 +1,4 @@
-"""What requests and operators can set of every model of pictures here. No torch, no numpy: `mstar models` imports it."""
+"""What requests and operators set of every model of pictures here. No torch and no numpy: `mstar models` reads it."""
 
 from __future__ import annotations
 
