@@ -157,11 +157,12 @@ def test_a12_the_role_comes_first(server: Server) -> None:
 
 def test_a16_log_probabilities_of_the_chosen_token_only(client: openai.OpenAI) -> None:
     """A16"""
+    on = {"ignore_eos": True}
     new = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=3, logprobs=True
+        model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=3, logprobs=True, extra_body=on
     )
     assert [entry.top_logprobs for entry in new.choices[0].logprobs.content] == [[], [], []]  # type: ignore[union-attr]
-    old = client.completions.create(model=MODEL, prompt="a", max_tokens=3, logprobs=0)
+    old = client.completions.create(model=MODEL, prompt="a", max_tokens=3, logprobs=0, extra_body=on)
     assert old.choices[0].logprobs.top_logprobs in ([{}] * 3, None)  # type: ignore[union-attr]
     assert len(old.choices[0].logprobs.token_logprobs) == 3  # type: ignore[arg-type, union-attr]
 

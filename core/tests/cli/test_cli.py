@@ -45,6 +45,7 @@ def test_version(mstar: Run) -> None:
         (("models", "--jsn"), "mstar models: unknown option '--jsn'; did you mean '--json'?"),
         (("models", "toy-chat", "extra"), "mstar models: unexpected argument 'extra'"),
         (("serve",), "mstar serve: which model?"),
+        (("serve", "d.yaml"), "'d.yaml' is no model but a file: `mstar serve KEY --config d.yaml`"),
         (("serve", "toy-chat", "toy-chat"), "the model 'toy-chat' is named twice"),
         (("serve", "toy-chat", "--on-demand", "toy-chat"), "the model 'toy-chat' is named twice"),
         (("serve", "toy-chat", "toy-gated", "--weights", "x"), "--weights is for one model"),

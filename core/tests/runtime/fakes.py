@@ -111,6 +111,7 @@ SPEC = ModelSpec(
     licence=Licence("Apache-2.0"),
     model="fakes:Never",
     processor="fakes:FakeProcessor",
+    abilities=("chat", "generate"),
     knobs=FakeKnobs,
     options=FakeOptions,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -82,6 +83,15 @@ def test_generate(model: Local) -> None:
 def test_a_wrong_knob_is_named(model: Local) -> None:
     with pytest.raises(RequestError, match="did you mean 'count'"):
         model.chat("hello", coun=4)
+
+
+def test_a_model_that_does_not_chat_says_what_it_has() -> None:
+    spec = dataclasses.replace(SPEC, abilities=("transcription", "generate"))
+    with Local(Service(spec, fake_config(), FakeRegistry())) as model:  # type: ignore[arg-type]
+        for stream in (False, True):
+            with pytest.raises(RequestError, match="cannot chat; it has transcription, generate"):
+                model.chat("hello", stream=stream)
+        assert not runs(model)
 
 
 @pytest.mark.parametrize("want", [("text", "adio"), "adio"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -169,6 +170,19 @@ def test_a_hub_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="does not answer"):
         # a branch: for a pinned commit the library retries for twenty seconds first
         HubSource().resolve(WeightsRef("hub", "o/tiny"), nowhere)
+
+
+def test_what_the_library_logs_is_printed_once(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, own = logging.getLogger("huggingface_hub"), logging.StreamHandler()
+    monkeypatch.setattr(library, "handlers", [own])
+    with monkeypatch.context() as unset:
+        unset.setattr(logging.getLogger(), "handlers", [])
+        HubSource().resolve(WeightsRef("hub", "o/tiny"), context(hub, tmp_path))
+    assert library.handlers == [own], "nobody else prints it"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    HubSource().resolve(WeightsRef("hub", "o/tiny"), context(hub, tmp_path))
+    assert library.handlers == []
+    assert library.propagate
 
 
 def test_a_part_whose_shards_are_missing_is_not_there(tmp_path: Path) -> None:

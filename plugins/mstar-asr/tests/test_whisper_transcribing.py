@@ -353,8 +353,8 @@ SECOND = Audio(babble(1.0), RATE)
     ("task", "param", "says"),
     [
         (native(Audio(np.zeros(31 * RATE), RATE)), "parts[0]", "at most 30"),
-        (native(), "parts", "one clip"),
-        (native(SECOND, SECOND), "parts", "got 2"),
+        (native(), "files", "no sound"),
+        (native(SECOND, SECOND), "files", "got 2"),
         (native(SECOND, Image(np.zeros((2, 2, 3), np.uint8))), "parts[1]", "no use for Image"),
         (native(SECOND, text="hello"), "text", "initial_prompt"),
         (ChatTask(knobs=None, messages=(Message("user", (Text("hi"),)),)), None, "transcribes"),

@@ -158,3 +158,13 @@ def test_a_voice_that_is_a_pickle_is_not_unpickled(folder: Path) -> None:
         with pytest.raises(WeightsError, match=name):
             voices.style({name: 1.0}, 1)
     assert not (folder / "sprung").exists()
+
+
+def test_a_default_voice_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("af_alloy", "am_adam"):
+        (tmp_path / f"{name}.bin").touch()
+    voices = Voices(tmp_path, 4)
+    assert voices.default("am_adam") == "am_adam"
+    assert not caplog.records
+    assert voices.default("am_adm") == "af_alloy"
+    assert "no voice 'am_adm'; did you mean 'am_adam'?; 'af_alloy' speaks instead" in caplog.text

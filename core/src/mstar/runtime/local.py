@@ -186,6 +186,9 @@ class Local:
         return (await self._arun(self._collect(task))).text
 
     def _chat_task(self, messages: Messages, knobs: dict[str, Any]) -> ChatTask:
+        if "chat" not in self.spec.abilities:
+            able = ", ".join(self.spec.abilities)
+            raise RequestError(f"the model {self.spec.key!r} cannot chat; it has {able}", code="unsupported_task")
         turns = [Message("user", (Text(messages),))] if isinstance(messages, str) else [_message(m) for m in messages]
         return self._task(ChatTask, {"messages": tuple(turns)}, knobs)
 

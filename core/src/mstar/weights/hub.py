@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from mstar.spec.errors import WeightsError
@@ -73,10 +74,17 @@ def _page(ref: WeightsRef, context: SourceContext) -> str:
     return f"{context.endpoint or 'https://huggingface.co'}/{ref.id}"
 
 
+def _say_once() -> None:
+    """Where logging is set up, the library's own handler would print each of its lines a second time."""
+    if logging.getLogger().handlers:
+        logging.getLogger("huggingface_hub").handlers.clear()
+
+
 def _snapshot(ref: WeightsRef, context: SourceContext) -> Path:
     # Imported here: the library reads its environment when it is imported, and takes a moment.
     from huggingface_hub import errors, snapshot_download
 
+    _say_once()
     try:
         return Path(
             snapshot_download(

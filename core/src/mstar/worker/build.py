@@ -312,6 +312,8 @@ def _load_nodes(
         raise SetupError("engine.deterministic: " + "\n  ".join(refused))
     mapped = {name: found for name, found in maps.items() if found is not None}
     size = _load_weights(nodes, mapped, weights, device, dtype, on_phase) if mapped else 0
+    if mapped:  # what follows takes a while on a CPU
+        on_phase(Phase(name="weights", progress=1.0, detail=f"read; getting them ready for {device.type}"))
     with torch.no_grad():
         for name in mapped:
             model.loaded(name, nodes[name])

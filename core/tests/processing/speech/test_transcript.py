@@ -60,7 +60,7 @@ def told() -> Transcript:
     builder.open(0.0, 10.0)
     builder.feed(TextDelta("one two"))
     builder.feed(SegmentDelta(1.0, 4.0, "one", (Word("one", 1.5, 2.0),), "de"))
-    builder.feed(SegmentDelta(3.5, 11.0, "two", (Word("two", 3.0, 5.0),)))  # overlaps, and leaves its window
+    builder.feed(SegmentDelta(3.5, 11.0, "two", (Word(" two", 3.0, 5.0),)))  # overlaps, and leaves its window
     builder.close()
     builder.open(10.0, 15.0)
     builder.feed(TextDelta("a < b --> c"))
@@ -73,7 +73,7 @@ def test_times_are_the_clips_and_go_forward() -> None:
     transcript = told()
     assert [(s.said.start, s.said.end) for s in transcript.segments] == [(1.0, 4.0), (4.0, 10.0), (10.5, 11.25)]
     assert [(w.text, w.start, w.end) for w in transcript.words] == [
-        ("one", 1.5, 2.0), ("two", 4.0, 5.0), ("a", 10.5, 10.6),
+        ("one", 1.5, 2.0), (" two", 4.0, 5.0), ("a", 10.5, 10.6),
     ]  # fmt: skip
     assert (transcript.language, transcript.finish_reason) == ("de", "length")
 

@@ -65,6 +65,21 @@ class Picky(TorchAttention):
         return None if need.device.type == "cuda" else f"needs CUDA, not {need.device.type}"
 
 
+@pytest.mark.parametrize(("device", "warned"), [("cpu", False), ("meta", False), ("cuda:1", True)])
+def test_a_backend_that_is_passed_over_is_news_on_a_gpu_only(
+    device: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(TorchAttention):
+        name, priority = "refusing", 10
+
+        def supports(self, need: AttentionNeed) -> str | None:
+            return "never"
+
+    need = AttentionNeed("ragged", torch.device(device), torch.float32, 4, 2, 8)
+    assert pick_backend([TorchAttention(), Refusing()], need).name == "torch_sdpa"
+    assert ("refusing: never" in caplog.text) is warned
+
+
 def test_pick_backend_prefers_priority_and_lists_reasons() -> None:
     need = AttentionNeed("ragged", torch.device("cpu"), torch.float32, 4, 2, 8)
     on_cuda = AttentionNeed("ragged", torch.device("cuda"), torch.float32, 4, 2, 8)

@@ -1,4 +1,4 @@
-"""What requests and operators can set of every model of pictures here. No torch."""
+"""What requests and operators set of every model of pictures here. No torch and no numpy: `mstar models` reads it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mstar.spec.knobs import Finite, Knobs
 __all__ = ["AREA", "MOST_STEPS", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOptions", "Lora", "Size"]
 
 AREA = 2048 * 2048
+
+MOST_STEPS = 100
 
 TEXT_TOKENS = 512
 """The longest prompt, its template included."""

@@ -215,7 +215,8 @@ def verbose(transcript: Transcript, task: str, timestamps: Iterable[str]) -> dic
     shown = set(timestamps)
     if "word" in shown:
         body["words"] = [
-            {"word": word.text, "start": round(word.start, 3), "end": round(word.end, 3)} for word in transcript.words
+            {"word": word.text.strip(), "start": round(word.start, 3), "end": round(word.end, 3)}
+            for word in transcript.words
         ]
     if "segment" in shown:
         body["segments"] = [segment_object(number, segment) for number, segment in enumerate(transcript.segments)]

@@ -194,7 +194,7 @@ def pick_backend(
         else:
             reason = backend.supports(need)
         if reason is None:
-            if reasons and need.device.type != "cpu":
+            if reasons and need.device.type not in ("cpu", "meta"):  # meta: a check, maybe on another machine
                 log.warning("attention backend %s is used: %s", backend.name, "; ".join(reasons))
             return backend
         reasons.append(f"{backend.name}: {reason}")

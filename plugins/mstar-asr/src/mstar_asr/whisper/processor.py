@@ -80,8 +80,11 @@ class WhisperProcessor(Processor):
             if not isinstance(part, Audio):
                 where, kind = f"parts[{place}]", type(part).__name__
                 raise RequestError(f"{where!r}: this model hears sound, it has no use for {kind}", param=where)
-        if len(task.parts) != 1:
-            raise RequestError(f"'parts': one clip a request, got {len(task.parts)}", param="parts")
+        if not task.parts:
+            raise RequestError("'files': there is no sound to write down", param="files", code="missing_input")
+        if len(task.parts) > 1:
+            message = f"'files': one clip a request, got {len(task.parts)}"
+            raise RequestError(message, param="files", code="too_many_files")
         if task.text.strip():
             message = "'text': this model takes no text; what was said before the clip goes into 'initial_prompt'"
             raise RequestError(message, param="text", code="unsupported_parameter")

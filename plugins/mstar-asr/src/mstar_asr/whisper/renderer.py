@@ -151,7 +151,7 @@ class WindowRenderer(Renderer):
             self._go_on(window.frames, window.history, window.last_word)
             return ()
         cut = self._cut(answer.tokens, rest=self._alone)
-        told = [*self._tell(cut.pieces), *self._accepted(answer, cut)]
+        told: list[Delta] = [*self._tell(cut.pieces), *self._accepted(answer, cut)]
         self._alignment = []  # large, and a clip's answers are kept until it ends
         return told
 

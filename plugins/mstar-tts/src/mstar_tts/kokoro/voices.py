@@ -6,6 +6,7 @@ in torch's format, or as ``NAME.bin``, bare little-endian float32; neither is ev
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import re
@@ -22,6 +23,8 @@ from mstar.spec.processor import Voice
 from mstar_tts.kokoro.languages import LANGUAGES, Language
 
 __all__ = ["Voices", "parse_blend"]
+
+log = logging.getLogger(__name__)
 
 _MOST = 8
 """Voices of one blend."""
@@ -45,10 +48,18 @@ class Voices:
         return list(self._files)
 
     def default(self, preferred: str) -> str:
-        """:raises WeightsError: there is no voice at all."""
+        """*preferred*, or where the folder has none of this name the first voice, which the log says.
+
+        :raises WeightsError: there is no voice at all.
+        """
         if not self._files:
             raise WeightsError("the weights' folder has no voices (voices/NAME.pt or voices/NAME.bin)")
-        return preferred if preferred in self._files else next(iter(self._files))
+        if preferred in self._files:
+            return preferred
+        first = next(iter(self._files))
+        hint = nearest(preferred, self._files)
+        log.warning("default_voice: there is no voice %r%s; %r speaks instead", preferred, hint, first)
+        return first
 
     def describe(self, name: str) -> Voice:
         """What the name tells: the language's letter, then the gender's."""
