@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,16 @@ from mstar.spec.deployment import EngineOptions, merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.spec.knobs import TextOptions
 from mstar.spec.request import Emit, EngineRequest, Failed, SamplingParams
+from mstar.testing.compiling import fresh_compiler
 from mstar.testing.drive import miniature_registry
 from mstar.worker.build import compiles
 from mstar.worker.core import Worker
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # The compiler imports it, and setuptools with it, when it first makes code. Here, before any test has run, since
+    # setuptools replaces distutils, which works once a process and not behind everything that tests do to imports.
+    import torch.utils.cpp_extension
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 40)), [7], [90, 12, 45, 3, 3, 8, 100, 60, 2], list(range(100, 160))]
@@ -39,22 +47,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that one test compiled, or told torch, is another's."""
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    torch._dynamo.reset()
-    with dynamo.patch({}), inductor.patch({}):
-        names = ("recompile_limit", "fail_on_recompile_limit_hit", "allow_unspec_int_on_nn_module")
-        before = {name: getattr(dynamo, name) for name in names}
-        threads = inductor.compile_threads
+    with fresh_compiler():
         yield
-        for name, value in before.items():
-            setattr(dynamo, name, value)
-        inductor.compile_threads = threads
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from mstar.spec.errors import MstarError, SetupError
 from mstar.spec.request import Failed
 from mstar.spec.tasks import Image
 from mstar.testing import Driver, Example
+from mstar.testing.compiling import fresh_compiler
 from mstar_diffusion.flux2.names import native_names
 
 EXTRA = () if importlib.metadata.entry_points(group="mstar.plugins", name="diffusion") else ("mstar_diffusion.plugin",)
@@ -218,21 +219,15 @@ def test_layers_can_be_compiled(
     plain = Driver(key, registry, folder_of(key))
     monkeypatch.setattr(torch, "compile", without_codegen)
     monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: None)
-    torch._dynamo.reset()
-    driver = Driver(
-        key,
-        registry,
-        folder_of(key),
-        engine={"compile": True},
-        model_kwargs={"compile_exact_ops": exact, "vae_compile": False},
-    )
-    for example in (ask(1, 1), ask(2, 1, (80, 64))):
-        for one in (plain, driver):
-            one.submit(str(example.knobs), example)
-            one.run()
-        got, want = (one.result(str(example.knobs))["image"].astype(int) for one in (driver, plain))
-        assert np.abs(got - want).max() <= 1
-    torch._dynamo.reset()
+    options = {"compile_exact_ops": exact, "vae_compile": False}
+    with fresh_compiler():
+        driver = Driver(key, registry, folder_of(key), engine={"compile": True}, model_kwargs=options)
+        for example in (ask(1, 1), ask(2, 1, (80, 64))):
+            for one in (plain, driver):
+                one.submit(str(example.knobs), example)
+                one.run()
+            got, want = (one.result(str(example.knobs))["image"].astype(int) for one in (driver, plain))
+            assert np.abs(got - want).max() <= 1
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
