@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,10 @@ def test_an_unknown_language_is_refused(model: WhisperProcessor, tiny_english_fo
     (window,) = english.windows(asked(3.0, language=None))
     assert english.prepare(window, "r").request.inputs["prompt"].tolist() == [english.tokens.sot]
     with pytest.raises(RequestError) as caught:
-        english.prepare(next(iter(english.windows(asked(3.0, translate=True)))), "r")
+        english.windows(asked(3.0, translate=True))
+    silent = replace(asked(3.0, translate=True), audio=Audio(np.zeros(3 * RATE, np.float32), RATE))
+    with pytest.raises(RequestError, match="cannot translate"):
+        english.windows(silent)
     assert caught.value.param == "task"
 
 

@@ -50,12 +50,13 @@ class WhisperProcessor(Processor):
     def windows(self, task: TranscriptionTask) -> Sequence[TranscriptionTask]:
         if task.audio is None:
             return (task,)  # prepare says that it must be there
-        knobs = _knobs(task)
+        knobs, language = _knobs(task), self._language(task)
+        self._prompt(task, language)  # raises for what this model cannot do, though nobody may speak in the clip
         clip = Clip(samples_at(task.audio, RATE), self.bins, task.offset)
         stretches = chunks(clip) if task.chunked else [(0, clip.frames)]
         found = []
         for seek, end in stretches:
-            window = Window(clip, seek, end, self._history(task), self._language(task))
+            window = Window(clip, seek, end, self._history(task), language)
             if knobs.vad_filter:
                 window = replace(window, seek=clip.next_speech(seek, end))
             if window.seek < end:
@@ -132,16 +133,8 @@ class WhisperProcessor(Processor):
         knobs = _knobs(task)
         carried = task.carried if isinstance(task, TranscriptionTask) else None
         window = carried if isinstance(carried, Window) else self._window(task)
-        heard = isinstance(task, TranscriptionTask)
         words = _wants_words(task)
-        prompt = window_prompt(
-            self.tokens,
-            language=window.language,
-            task="translate" if _translates(task) else "transcribe",
-            timestamps=heard or knobs.timestamps != "none",
-            previous=window.history.tokens,
-            positions=self.positions,
-        )
+        prompt = self._prompt(task, window.language, window.history)
         request = window_request(
             request_id,
             self.tokens,
@@ -160,6 +153,20 @@ class WhisperProcessor(Processor):
             tenant=task.tenant,
         )
         return Prepared(request, prompt_tokens=len(prompt), state=window)
+
+    def _prompt(
+        self, task: TranscriptionTask | GenerateTask, language: str | None, history: History | None = None
+    ) -> list[int]:
+        """The decoder's first tokens. Raises :class:`RequestError` for a language or a task that the model lacks."""
+        timed = isinstance(task, TranscriptionTask) or _knobs(task).timestamps != "none"
+        return window_prompt(
+            self.tokens,
+            language=language,
+            task="translate" if _translates(task) else "transcribe",
+            timestamps=timed,
+            previous=() if history is None else history.tokens,
+            positions=self.positions,
+        )
 
     def temperatures(self, task: TranscriptionTask | GenerateTask) -> tuple[float, ...]:
         """Of the first attempt and those after it."""
