@@ -7,6 +7,7 @@ import contextvars
 import gc
 import io
 import json
+import logging
 import time
 import weakref
 from collections.abc import Sequence
@@ -74,6 +75,16 @@ async def test_windows_run_at_once_and_are_told_in_order(kit: Any) -> None:
     assert [e["delta"] for e in said[:-1]] == ["first", " later1", " later2", " later3"]
     assert (said[-1]["type"], said[-1]["text"]) == ("transcript.text.done", "first later1 later2 later3")
     assert [task.offset for task in tiny.tasks] == [0.0, 1.0, 2.0, 3.0]
+
+
+async def test_the_log_does_not_name_all_windows_of_a_long_clip(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mstar.server")
+    tiny = service(kit, [TextDelta("x")])
+    async with kit.client(tiny) as client:
+        await post(client, clip(9.0))
+    (line,) = [record.getMessage() for record in caplog.records if "transcriptions" in record.getMessage()]
+    assert line.count("trsc-") == 4
+    assert line.endswith("-8 (9 in all)")
 
 
 async def test_no_more_windows_at_once_than_there_is_room_for(kit: Any) -> None:

@@ -36,6 +36,8 @@ log = logging.getLogger("mstar.server")
 ID_HEADER = "X-Request-ID"
 TIMEOUT_HEADER = "X-Request-Timeout"
 LONGEST_TIMEOUT_S = 7 * 86400.0
+SHOWN_ANSWERS = 4
+"""Of so many answers the line of log for a request names all: a long clip has hundreds of windows."""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LATE_S = 2.0
@@ -394,12 +396,14 @@ def _note(exchange: Exchange, scope: Scope) -> None:
     if path.startswith("/health") or path == "/metrics":
         return
     took = time.monotonic() - exchange.began
+    names = list(exchange.answers)
+    shown = names if len(names) <= SHOWN_ANSWERS else [*names[: SHOWN_ANSWERS - 1], names[-1]]
     fields = {
         "method": scope.get("method", "WEBSOCKET"),
         "route": exchange.route,
         "status": exchange.status,
         "seconds": round(took, 6),
-        "answers": list(exchange.answers),
+        "answers": shown,
     }
     log.info(
         "%s %s: %d in %.3f s%s%s",
@@ -408,7 +412,7 @@ def _note(exchange: Exchange, scope: Scope) -> None:
         exchange.status,
         took,
         "" if exchange.caller is None else f", key {exchange.caller.name!r}",
-        "".join(f", {name}" for name in exchange.answers),
+        "".join(f", {name}" for name in shown) + (f" ({len(names)} in all)" if shown != names else ""),
         extra={"fields": fields},
     )
 
