@@ -314,7 +314,7 @@ def test_errors_say_what_the_server_says(client: Any) -> None:
         (lambda: client.chat([], model="mini_chat"), 400, "messages"),
         (lambda: client.chat("x", model="mini_chat", stream=True, n="many"), 400, "n"),
         (lambda: client.tokenize("x", model="mini_policy"), 400, "model"),
-        (lambda: client.generate("x", [b"abc"], model="mini_chat"), 400, "parts[0]"),
+        (lambda: client.generate("x", [b"abc"], model="mini_chat"), 400, "files[0]"),
         (lambda: refused(client), 404, "model"),
         (lambda: client.tts("x", model="mini_tts", ref_text="y"), 400, "ref_text"),
     ):

@@ -116,7 +116,10 @@ def test_a_clip_is_written_down(browser: Browser, server: Server, clip: Path) ->
         browser.script("arguments[0].value = arguments[1]", browser.one("[data-field=response_format] select"), format_)
         browser.one(".send").click()
         finish(browser)
-        assert browser.all(".output .text")[0].get_attribute("textContent") == told["text"]
+        browser.wait(
+            lambda: [one.get_attribute("textContent") for one in browser.all(".output .text")] == [told["text"]],
+            "the transcript",
+        )
     assert len(browser.all(".segments li")) == len(told["segments"])
     run_shown(browser, clip.parent)
 
