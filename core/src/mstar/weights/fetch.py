@@ -6,7 +6,7 @@ credentials and cache apply. Neither command runs a line of the package's code.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -29,7 +29,9 @@ def pip_download(name: str, version: str, work: Path, report: Callable[[int], No
     :param report: called with the bytes on disk so far, a few times a second.
     :raises WeightsError: when this Python has no pip, or pip fails; shows the command and the end of its output.
     """
-    if importlib.util.find_spec("pip") is None:
+    # The path finder alone: setuptools' import hook takes a look for pip for pip itself, and steps aside for good. What
+    # imports setuptools later in this process, as torch's compiler does, then fails.
+    if importlib.machinery.PathFinder.find_spec("pip") is None:
         raise WeightsError(
             f"this Python has no pip to download {name} {version} with. Add it with '{sys.executable} -m ensurepip' "
             "(in a uv environment: 'uv pip install pip'), or install the package itself without its dependencies: "
