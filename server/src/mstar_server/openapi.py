@@ -58,6 +58,8 @@ def answers(description: str, *media_types: str, status: int = 200) -> dict[int 
 def _answer_schema(media_type: str) -> dict[str, Any]:
     if media_type == "application/json":
         return {"type": "object"}
+    if media_type == "text/event-stream":
+        return {}  # of its events, each of which is an object of its own kind
     if media_type.startswith("text/") or media_type == "application/x-ndjson":
         return {"type": "string"}
     return {"type": "string", "contentMediaType": media_type}
