@@ -185,7 +185,7 @@ def test_alignment(ears: Ears, reference: Reference, timestamps: bool) -> None:
     weights = torch.cat([out.cross_attentions[layer][0, own] for layer, own in heads.items()])
     std, mean = torch.std_mean(weights, dim=-2, keepdim=True, unbiased=False)
     matrix = _median_filter((weights - mean) / std, 7).mean(0)[3:-1]
-    np.testing.assert_allclose(got["alignment"], matrix.numpy(), rtol=1e-2, atol=5e-3)
+    np.testing.assert_allclose(got["alignment"], matrix.numpy(), rtol=1e-4, atol=1e-4)
     probabilities = out.logits[0, 3 : 3 + len(text), : tokens.eot].softmax(-1)
     wanted = probabilities[torch.arange(len(text)), text]
     np.testing.assert_allclose(got["aligned_probability"], wanted.numpy(), rtol=2e-3)
