@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mstar.nn.mesh import SINGLE, ProcessMesh
 from mstar.spec.errors import MstarError
 from mstar.spec.request import EngineRequest
 
@@ -69,7 +70,8 @@ class ResourceContext:
     be open at once (``max_concurrent_requests`` × contexts in the graph, plus sessions); *memory* a budget in bytes;
     *deterministic*: see :attr:`Resource.batch_invariant`; *stage* takes a step's host data to the device, the same one
     for all resources of a worker; *vocabulary* gives the bytes of each token that a sampler chooses from, if they are
-    known (:meth:`mstar.nn.model.Model.vocabulary`)."""
+    known (:meth:`mstar.nn.model.Model.vocabulary`); *mesh*: the processes that run the nodes which use it together,
+    each with a pool of its own for its share of the heads."""
 
     device: Any
     dtype: Any
@@ -79,6 +81,7 @@ class ResourceContext:
     deterministic: bool = False
     vocabulary: Callable[[], Sequence[bytes]] | None = None
     stage: Stage = field(kw_only=True)
+    mesh: ProcessMesh = field(default=SINGLE, kw_only=True)
 
 
 class Resource(abc.ABC):
