@@ -19,6 +19,7 @@ from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
+from mstar.nn.mesh import ProcessMesh
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -26,13 +27,15 @@ from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment, EngineOptions
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
-from mstar.spec.graph import NodeSpec
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, counted, nearest
+from mstar.spec.graph import Graph, NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
+from mstar.spec.placement import Layout, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.deterministic import option_faults
+from mstar.worker.groups import join_meshes
 from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
@@ -41,13 +44,14 @@ __all__ = [
     "build",
     "compiles",
     "declared_resources",
+    "layout_faults",
     "make_model",
     "make_resource",
     "memory_plan",
     "node_faults",
     "pick_device",
     "pick_dtype",
-    "placement_faults",
+    "rank_device",
     "reserved_bytes",
     "runner_name",
     "vocabulary_of",
@@ -68,14 +72,15 @@ class Built:
     plan: Plan
     resources: dict[str, Resource]
     nodes: dict[str, Node]
+    layout: Layout
     stage: Stage
     device: torch.device
     dtype: torch.dtype
 
 
 def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
-    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
-    family's own code raises."""
+    """Everything that a worker of *config* needs: of a layout with several ranks, the nodes of its own rank and the
+    pools that these use. Raises :class:`SetupError` with what to change, also when the family's own code raises."""
     spec = registry.model(config.key)
     try:
         return _build(config, spec, registry, on_phase)
@@ -91,25 +96,33 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
 
 def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
     deployment = config.deployment
-    device = pick_device(deployment.device)
+    device = rank_device(config)
     dtype = pick_dtype(deployment.dtype, device)
-    if device.type == "cpu" and deployment.engine.threads is not None:
-        torch.set_num_threads(deployment.engine.threads)
+    if device.type == "cpu" and (threads := _threads(deployment)) is not None:
+        torch.set_num_threads(threads)
     weights = None if config.weights is None else Path(config.weights)
     model = make_model(spec, weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
+    if faults := [*faults, *layout_faults(deployment, model, graph)]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
+    layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
+    meshes = join_meshes(layout, config.rank, device, config.meeting)
+    if meshes:  # what a model declares may depend on its share
+        model = make_model(spec, weights, deployment, device, dtype, meshes)
+        declared, _ = declared_resources(model, deployment)
+    mine = layout.nodes_of(config.rank)
+    users = users_of(graph)
+    declared = {name: found for name, found in declared.items() if not users.get(name) or set(users[name]) & set(mine)}
     deterministic = deployment.engine.deterministic
     faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
     if deployment.engine.compile is True:
         faults += compile_faults(device, deterministic)
     if faults:
         raise DeploymentError(faults, config.places)
-    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase, deployment.engine)
+    nodes, weights_bytes = _load_nodes(model, plan, mine, weights, device, dtype, on_phase, deployment.engine)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
@@ -120,10 +133,11 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         registry,
         stage,
         dtype,
-        free=free_memory(device),
+        free=free_memory(device) // (ranks_on_device(deployment) if device.type == "cpu" else 1),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
         vocabulary=partial(vocabulary_of, model, weights),
+        meshes={name: meshes[users[name][0]] for name in declared if users.get(name) and users[name][0] in meshes},
     )
     made = {
         name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
@@ -131,7 +145,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     }
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
-    return Built(model, plan, resources, nodes, stage, device, dtype)
+    return Built(model, plan, resources, nodes, layout, stage, device, dtype)
 
 
 def compiles(engine: EngineOptions, device: torch.device) -> bool:
@@ -155,11 +169,16 @@ def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[
 
 
 def make_model(
-    spec: ModelSpec, weights: Path | None, deployment: Deployment, device: torch.device, dtype: torch.dtype
+    spec: ModelSpec,
+    weights: Path | None,
+    deployment: Deployment,
+    device: torch.device,
+    dtype: torch.dtype,
+    meshes: Mapping[str, ProcessMesh] | None = None,
 ) -> Model:
     """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
     options = read_options(spec.options, deployment.model_kwargs)
-    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options))
+    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options, meshes or {}))
     return model
 
 
@@ -169,6 +188,29 @@ def pick_device(name: str | None) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise SetupError(f"--device {name}: this PyTorch ({torch.__version__}) sees no CUDA device; use --device cpu")
     return torch.device(name)
+
+
+def rank_device(config: WorkerConfig) -> torch.device:
+    """The device of *config*'s rank: on CUDA, each rank of each copy of the layout has one of its own."""
+    deployment = config.deployment
+    device = pick_device(deployment.device)
+    if device.type != "cuda" or ranks_on_device(deployment) == 1:
+        return device
+    number = config.replica * ranks_of(deployment.placement) + config.rank
+    there = torch.cuda.device_count()
+    if number >= there:
+        raise SetupError(
+            f"rank {config.rank} of copy {config.replica} needs cuda:{number}, and this machine has "
+            f"{counted(there, 'GPU')}; the layout has {ranks_of(deployment.placement)} ranks × "
+            f"{deployment.replicas} replicas"
+        )
+    return torch.device("cuda", number)
+
+
+def _threads(deployment: Deployment) -> int | None:
+    """CPU threads of one worker: as the deployment says, else all cores, which the ranks share."""
+    ranks, threads = ranks_on_device(deployment), deployment.engine.threads
+    return threads if threads is not None or ranks == 1 else max(1, torch.get_num_threads() // ranks)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -227,12 +269,33 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
     return declared, faults
 
 
-def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple[str, str]]:
-    for node, ranks in deployment.placement.items():
-        if node not in nodes:
-            yield f"placement.{node}", f"unknown node{nearest(node, nodes)}"
-        elif any(rank != 0 for rank in ranks):
-            yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
+def layout_faults(deployment: Deployment, model: Model, graph: Graph) -> Iterator[tuple[str, str]]:
+    """What cannot be of *deployment*'s placement for a *model* with *graph*."""
+    yield from placement_faults(deployment.placement, graph)
+    divisible = getattr(model, "parallel_faults", _in_one_process)
+    for node in graph.nodes:
+        place = deployment.placement.get(node.name)
+        if place is not None and place.tp * place.sp > 1:
+            for fault in divisible(node.name, place.tp, place.sp):
+                yield f"placement.{node.name}", fault
+    ranks, name = ranks_on_device(deployment), deployment.executor
+    if ranks == 1:
+        return
+    if name == "inline":
+        yield "executor", f"{name!r} runs one process, and the layout has {ranks} ranks; use 'processes'"
+    if deployment.device is not None and ":" in deployment.device:
+        yield "device", f"{deployment.device!r} is one device for {ranks} ranks; use 'cuda': rank N takes cuda:N"
+    if deployment.engine.trace is not None:
+        yield "engine.trace", "a timeline shows one rank; leave it out where the layout has several"
+
+
+def _in_one_process(node: str, tp: int, sp: int) -> Iterator[str]:
+    yield f"node {node!r} runs in one process: its model divides none of its layers"
+
+
+def ranks_on_device(deployment: Deployment) -> int:
+    """Processes of the whole deployment, which share the host's memory and cores."""
+    return ranks_of(deployment.placement) * deployment.replicas
 
 
 def memory_plan(
@@ -247,6 +310,7 @@ def memory_plan(
     weights_bytes: int = 0,
     reserve_bytes: int = 0,
     vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
+    meshes: Mapping[str, ProcessMesh] | None = None,
 ) -> MemoryPlan:
     """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
@@ -261,6 +325,7 @@ def memory_plan(
         weights_bytes=weights_bytes,
         reserve_bytes=reserve_bytes,
         vocabulary=vocabulary,
+        meshes=meshes,
     )
 
 
@@ -296,16 +361,17 @@ def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, regis
 def _load_nodes(
     model: Model,
     plan: Plan,
+    mine: Sequence[str],
     weights: Path | None,
     device: torch.device,
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
     engine: EngineOptions,
 ) -> tuple[dict[str, Node], int]:
-    """The nodes, and the bytes of their weights as loaded."""
-    maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
+    """The nodes that are *mine*, and the bytes of their weights as loaded."""
+    maps = {name: model.weights(name) for name in mine}
     nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
-    for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
+    for fault in chain.from_iterable(node_faults(plan.graph.node(name), node) for name, node in nodes.items()):
         raise SetupError(fault)
     told = engine.deterministic and device.type == "cuda"  # elsewhere the operations are what they are anyway
     if told and (refused := [fault for name, node in nodes.items() for fault in deterministic_faults(name, node)]):

@@ -21,6 +21,7 @@ from mstar.graph.run import RequestRun
 from mstar.scheduler.base import Scheduler
 from mstar.spec.deployment import Deployment
 from mstar.worker.live import Live
+from mstar.worker.ranks import Ranks
 
 __all__ = ["LookAhead", "looks_ahead"]
 
@@ -35,6 +36,7 @@ class LookAhead:
     """What a worker has foreseen.
 
     :param offer: tells the scheduler of a ready call. :param live_of: a call's request, ``None`` if it has ended.
+    :param ranks: the other ranks, some of which may be busy; those that run a step with this one retract it too.
     """
 
     def __init__(
@@ -43,7 +45,10 @@ class LookAhead:
         scheduler: Scheduler,
         offer: Callable[[CallRun, float], None],
         live_of: Callable[[CallRun], Live | None],
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks
+        self._may_run = None if ranks is None else ranks.may_run
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
         self._foreseeable: dict[CallOp, bool] = {}
         self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
@@ -56,7 +61,7 @@ class LookAhead:
             for call in cohort:
                 self._offer(call, now)
             cohort = []
-        batch = self._scheduler.next(now)
+        batch = self._scheduler.next(now, self._may_run)
         if batch is not None:
             return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
         return [Work(call, 0, 1, True) for call in cohort]
@@ -92,7 +97,8 @@ class LookAhead:
         may = self._foreseeable.get(op)
         if may is None:
             resources = self._engine.resources
-            may = self._foreseeable[op] = all(resources[name].speculates for name in op.entry.resources)
+            here = op.call.node in self._engine.nodes  # nothing is foreseen for other ranks
+            may = self._foreseeable[op] = here and all(resources[name].speculates for name in op.entry.resources)
         return may
 
     def drop(self, call: CallRun) -> None:
@@ -101,9 +107,11 @@ class LookAhead:
         if call.flight is not None:
             if call.flight.failure is None:
                 self._engine.retract(call.flight, call.index)
+                if self._ranks is not None:
+                    self._ranks.retracted(call.flight, call.index)
                 self._engine.trace.retracted(call.flight, call.run.request.id)
-        elif call.item is not None:
-            self._scheduler.drop(call.item)
+        elif call.item is not None and (item := call.item()) is not None:
+            self._scheduler.drop(item)
         else:
             self._cohort.remove(call)
 

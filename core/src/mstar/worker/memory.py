@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from mstar.graph.program import Plan
+from mstar.nn.mesh import SINGLE, ProcessMesh
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.slotted import SlotResource
@@ -47,7 +48,7 @@ class MemoryPlan:
     :param free: bytes free once the weights are there; ``None``: not known, nothing is refused.
     :param weights_bytes: what the weights take, to be told beside the rest.
     :param reserve_bytes: of *free*, for what is allocated after the pools: graphs, workspaces.
-    :param vocabulary: of a resource; see :class:`~mstar.resources.base.ResourceContext`.
+    :param vocabulary: of a resource; see :class:`~mstar.resources.base.ResourceContext`. :param meshes: likewise.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class MemoryPlan:
         weights_bytes: int = 0,
         reserve_bytes: int = 0,
         vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
+        meshes: Mapping[str, ProcessMesh] | None = None,
     ):
+        self._meshes = meshes or {}
         self._vocabulary = vocabulary
         self._declared, self._plan, self._deployment = declared, plan, deployment
         self._stage, self._dtype, self._backends = stage, dtype, backends
@@ -104,6 +107,7 @@ class MemoryPlan:
             self._deployment.engine.deterministic,
             self._vocabulary(name),
             stage=self._stage,
+            mesh=self._meshes.get(name, SINGLE),
         )
 
     def _contexts(self, name: str) -> int:

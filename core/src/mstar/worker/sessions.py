@@ -86,6 +86,12 @@ class Sessions:
         oldest = next(iter(self._idle.values()), None)
         return None if oldest is None else oldest.last_used + self.ttl_s
 
+    def drop_where(self, lost: Callable[[str], bool]) -> None:
+        """Drop the idle sessions with state in a resource for which *lost* holds."""
+        for session in list(self._idle.values()):
+            if any(lost(resource) for resource, _ in session.owners):
+                self._drop(session)
+
     def close(self) -> None:
         for session in list(self._sessions.values()):
             self._drop(session)

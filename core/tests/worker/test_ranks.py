@@ -1,0 +1,120 @@
+"""Nodes on ranks of their own: every request gets what it would have got on one rank, and nothing is left anywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mstar.registry import Registry
+from mstar.spec.request import Done, Failed
+from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.miniatures import MINIATURES, Miniature, miniature
+from mstar.testing.rank_drive import RankDriver
+from mstar.worker.handles import Run
+
+from .test_miniatures import assert_right, examples
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("loop")]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return miniature_registry()
+
+
+def nodes_of(mini: Miniature, registry: Registry) -> list[str]:
+    return [node.name for node in Driver(mini, registry).worker.plan.graph.nodes]
+
+
+SPLIT = [mini for mini in MINIATURES if len(nodes_of(mini, miniature_registry())) > 1]
+"""Miniatures with nodes to place apart."""
+
+
+def assert_all_right(driver: RankDriver, mini: Miniature, count: int, seed: int) -> None:
+    cases = examples(mini, count, seed)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    driver.run()
+    for name, example in cases.items():
+        assert_right(mini, example, dict(driver.result(name)))
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_apart(mini: Miniature, first: int, registry: Registry) -> None:
+    placement = {node: (number + first) % 2 for number, node in enumerate(nodes_of(mini, registry))}
+    assert_all_right(RankDriver(mini, registry, seed=first, placement=placement), mini, 6, seed=5)
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_a_rank_for_each_node_with_steps_of_few_tokens(mini: Miniature, registry: Registry) -> None:
+    """Prompts are cut into chunks, which ranks keep the parts of."""
+    placement = {node: number for number, node in enumerate(nodes_of(mini, registry))}
+    driver = RankDriver(mini, registry, seed=3, placement=placement, scheduler={"max_step_tokens": 3})
+    assert_all_right(driver, mini, 5, seed=6)
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_cancelled_at_any_moment(mini: Miniature, registry: Registry) -> None:
+    nodes = nodes_of(mini, registry)
+    rng = random.Random(11)
+    driver = RankDriver(mini, registry, seed=1, placement={node: n % 2 for n, node in enumerate(nodes)})
+    for number, (name, example) in enumerate(examples(mini, 12, seed=7).items()):
+        driver.submit(name, example)
+        moment = rng.randrange(12)
+        turns = iter(range(moment + 1))
+        driver.run(until=lambda turns=turns: next(turns, None) is None)  # type: ignore[misc]
+        if number % 3:
+            driver.cancel(name)
+    driver.run()
+    assert {type(end) for end in driver.ended.values()} == {Done}
+    assert {end.reason for end in driver.ended.values() if isinstance(end, Done)} >= {"cancelled"}
+    driver.assert_empty()
+
+
+def test_a_rank_dies_and_comes_back(registry: Registry) -> None:
+    """Its requests fail with a 503, the others get their answers, and the next ones are served again."""
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, seed=2, placement={"encoder": 1, "decoder": 0})
+    cases = examples(mini, 8, seed=9)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    started = iter(range(9))
+    driver.run(until=lambda: next(started, None) is None)
+    touched = {request for request, ranks in driver.worker.ranks._touched.items() if 1 in ranks}  # type: ignore[union-attr]
+    driver.kill(1)
+    driver.take()
+    failed = {name for name, end in driver.ended.items() if isinstance(end, Failed)}
+    assert failed == touched
+    assert failed
+    for name in failed:
+        end = driver.ended[name]
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        assert "rank 1" in end.message
+    driver.start(1)
+    driver.run()
+    for name, example in cases.items():
+        if name not in failed:
+            assert_right(mini, example, dict(driver.result(name)))
+    again = examples(mini, 1, seed=10)["r0"]
+    driver.submit("again", again)
+    driver.run()
+    assert_right(mini, again, dict(driver.result("again")))
+    driver.assert_empty()
+
+
+def test_what_a_rank_made_comes_back_as_a_name(registry: Registry) -> None:
+    """A decoder elsewhere is sent its prompt, and from then on the names of its own tokens."""
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, placement={"encoder": 0, "decoder": 1})
+    sent: list[Run] = []
+    take = driver.wires[1].follower.take
+    driver.wires[1].follower.take = lambda message: (sent.append(message), take(message))[1]  # type: ignore[method-assign, func-returns-value]
+    driver.submit("r", mini.example(random.Random(4)))
+    driver.run()
+    steps = [message for message in sent if isinstance(message, Run)]
+    assert len(steps) > 3
+    assert [len(step.values) for step in steps] == [1, 1] + [0] * (len(steps) - 2)  # the memory, the start
