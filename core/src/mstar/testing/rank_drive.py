@@ -22,7 +22,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.testing.drive import Driver, RestlessError
 from mstar.worker.follower import Follower
-from mstar.worker.handles import FromRank, ToRank
+from mstar.worker.messages import FromRank, ToRank
 
 __all__ = ["RankDriver"]
 

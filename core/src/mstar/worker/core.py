@@ -31,9 +31,9 @@ from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
-from mstar.worker.handles import FromRank
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
+from mstar.worker.messages import FromRank
 from mstar.worker.observers import Observers
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.ranks import Landing, Peer, RankLost, Ranks, coordinate
@@ -383,7 +383,8 @@ class Worker:
         self.ranks.link(rank, peer, facts)
 
     def unlink(self, rank: int, reason: str) -> None:
-        """Another rank has died: the requests that it had a part in end, and the sessions that it kept state of."""
+        """Another rank has died: the requests that cannot go on without it end, and the sessions that it kept state
+        of."""
         assert self.ranks is not None
         error = RankLost(rank, reason)
         for request in self.ranks.lost(rank):

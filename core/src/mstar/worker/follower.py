@@ -27,7 +27,9 @@ from mstar.resources.base import Row as ResourceRow
 from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
-from mstar.worker.handles import (
+from mstar.worker.handles import held, pack, ref_of
+from mstar.worker.live import failure
+from mstar.worker.messages import (
     Close,
     Contents,
     Drop,
@@ -45,11 +47,7 @@ from mstar.worker.handles import (
     Run,
     Skip,
     ToRank,
-    held,
-    pack,
-    ref_of,
 )
-from mstar.worker.live import failure
 from mstar.worker.profile import device_memory
 from mstar.worker.routing import Routing
 

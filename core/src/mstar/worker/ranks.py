@@ -31,14 +31,14 @@ from mstar.spec.errors import RequestError
 from mstar.spec.placement import Seat, users_of
 from mstar.spec.request import EngineRequest, Failed
 from mstar.worker.build import Built, declared_resources
-from mstar.worker.handles import (
+from mstar.worker.handles import Handle, pack, unpack
+from mstar.worker.messages import (
     Close,
     Contents,
     Drop,
     Fetch,
     Fetched,
     FromRank,
-    Handle,
     Landed,
     Learn,
     Open,
@@ -49,8 +49,6 @@ from mstar.worker.handles import (
     Run,
     Skip,
     ToRank,
-    pack,
-    unpack,
 )
 from mstar.worker.routing import Routing
 from mstar.worker.sessions import Session
@@ -163,7 +161,8 @@ class Ranks:
         self._links: dict[int, _Link] = {}
         self._steps, self._sent = itertools.count(1), itertools.count(1)
         self._flying: dict[int, _Flying] = {}
-        self._touched: dict[str, set[int]] = {}
+        self._touched: dict[str, set[int]] = {}  # request → ranks that know of it
+        self._bound: dict[str, set[int]] = {}  # request → ranks that hold something of it which is nowhere else
         self._stash: list[FromRank] = []
         self._mirrored: int | None = None
 
@@ -175,14 +174,15 @@ class Ranks:
         self.books.update(self._shadows(elsewhere))
 
     def lost(self, rank: int) -> set[str]:
-        """*rank* has died: nothing is sent to it any more. Returns the requests that it had a part in."""
+        """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it."""
         self._links.pop(rank, None)
+        gone = {request for request, ranks in self._bound.items() if rank in ranks}
         for step in [step for step, flying in self._flying.items() if rank in flying.seat.ranks]:
             flying = self._flying.pop(step)
-            for other in flying.seat.ranks:
+            gone.update(w.call.run.request.id for w in flying.work)
+            for other in flying.waiting:
                 self._landed(other, flying)
-        gone = {request for request, ranks in self._touched.items() if rank in ranks}
-        for ranks in self._touched.values():
+        for ranks in (*self._touched.values(), *self._bound.values()):
             ranks.discard(rank)
         return gone
 
@@ -204,6 +204,7 @@ class Ranks:
                     by_rank.setdefault(rank, []).append((name, owner.key, owner.context, units))
         for rank, mine in by_rank.items():
             self._touched.setdefault(request.id, set()).add(rank)
+            self._bound.setdefault(request.id, set()).add(rank)
             self._tell(rank, Open(request=request, needs=mine))
 
     def closed(self, owners: Iterable[tuple[str, Owner]]) -> None:
@@ -218,6 +219,7 @@ class Ranks:
 
     def ended(self, request: str) -> None:
         """*request* has ended and holds nothing any more."""
+        self._bound.pop(request, None)
         for rank in self._touched.pop(request, ()):
             self._tell(rank, Close(owners=[], request=request))
 
@@ -414,6 +416,8 @@ class Ranks:
             for port, (number, start, stop, row) in made.outputs.items():
                 ref = outputs[port] = Ref(bases[number], start, stop, row, late=lates[number])
                 ref.away = aways[number]
+                if bases[number].is_meta:
+                    self._bound.setdefault(w.call.run.request.id, set()).update(flying.seat.ranks)
             results.append(RowResult(outputs if w.complete else None, made.logprobs))
         return Landing(flying.work, results, message.seconds)
 

@@ -1,0 +1,206 @@
+"""A process for each rank: the same answers as on one rank, ranks that die, and what they leave behind (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from test_processes import arena_root, lives
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.cluster.choice import processes
+from mstar.cluster.ranks import RanksExecutor
+from mstar.registry import load_object
+from mstar.runtime.deployment_files import packaged_deployment
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import SetupError
+from mstar.spec.placement import NodePlacement
+from mstar.spec.processor import ProcessorContext
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed
+from mstar.testing.drive import collect, miniature_registry
+from mstar.testing.examples import Example, task_for
+from mstar.testing.miniatures import miniature
+from mstar.testing.miniatures.common import decode
+
+__all__ = ["arena_root"]  # a fixture, which every test here uses
+
+
+class Ranks:
+    """One layout of a miniature, in processes, as the server runs it."""
+
+    def __init__(self, key: str, **overrides: Any):
+        registry = miniature_registry()
+        self.mini = miniature(key)
+        self.spec = registry.model(key)
+        deployment = merge_deployment(key, packaged_deployment(self.spec), overrides)
+        config = WorkerConfig(
+            key=key, weights=None, deployment=deployment, extra_plugins=("mstar.testing.miniatures",), plugins=()
+        )
+        self.events: dict[str, list[Event]] = defaultdict(list)
+        self.phases: list[Phase] = []
+        self._changed = asyncio.Event()
+        executor = processes(config, self._take, self._phase, registry, restart_delay_s=0.01)
+        assert isinstance(executor, RanksExecutor)
+        self.executor = executor
+        self.processor = load_object(self.spec.processor)(ProcessorContext(self.spec, None, self.spec.options()))
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events[event.id].append(event)
+            if isinstance(event, Emit):
+                self.executor.ack(event.id, event.stream, 1)
+        self._changed.set()
+
+    def _phase(self, phase: Phase) -> None:
+        self.phases.append(phase)
+        self._changed.set()
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def submit(self, name: str, example: Example, **task: Any) -> None:
+        prepared = self.processor.prepare(task_for(self.spec, example, live=example.live or (), **task), name)
+        self.executor.submit(prepared.request)
+
+    async def end(self, name: str) -> Done | Failed:
+        await self.until(lambda: self.events[name] and isinstance(self.events[name][-1], Done | Failed))
+        event = self.events[name][-1]
+        assert isinstance(event, Done | Failed)
+        return event
+
+    async def assert_right(self, name: str, example: Example) -> None:
+        end = await self.end(name)
+        assert isinstance(end, Done), end
+        got = collect([event for event in self.events[name] if isinstance(event, Emit)])
+        for stream, want in self.mini.expected(example).items():
+            if isinstance(want, str):
+                assert decode(got.get(stream, [])) == want
+            else:
+                np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=self.mini.tolerance)
+
+    async def assert_idle(self) -> None:
+        status = await self.executor.status()
+        assert (status["running"], status["waiting"]) == (0, 0)
+        assert not any(pool["used"] for pool in status["resources"].values())
+
+
+@asynccontextmanager
+async def running(key: str, **overrides: Any) -> AsyncIterator[Ranks]:
+    ranks = Ranks(key, **overrides)
+    await ranks.executor.start()
+    pids = ranks.executor.pids
+    try:
+        yield ranks
+    finally:
+        await ranks.executor.stop()
+        assert not any(map(lives, {*pids.values(), *ranks.executor.pids.values()}))
+
+
+APART = {"mini_seq2seq": {"encoder": 1, "decoder": 0}, "mini_tts": {"lm": 0, "codec": 1}}
+
+
+@pytest.mark.parametrize("key", APART)
+async def test_nodes_on_two_ranks_give_the_answers_of_one(key: str, arena_root: Path) -> None:
+    async with running(key, placement=APART[key]) as ranks:
+        rng = random.Random(1)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+        names = [phase.name for phase in ranks.phases]
+        assert names[-1] == "ready"
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_dead_rank_takes_its_requests_only(arena_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running("mini_seq2seq", placement=APART["mini_seq2seq"]) as ranks:
+        before = ranks.executor.pids
+        rng = random.Random(5)
+        os.kill(before[1], signal.SIGSTOP)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        await ranks.executor.status()  # rank 0 has them
+        os.kill(before[1], signal.SIGKILL)
+        for name in cases:
+            end = await ranks.end(name)
+            assert isinstance(end, Failed)
+            assert (end.status, end.code) == (503, "worker_died")
+            assert "rank 1" in end.message
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+        assert not lives(before[1])
+        for name, example in cases.items():
+            ranks.submit(f"again-{name}", example)
+        for name, example in cases.items():
+            await ranks.assert_right(f"again-{name}", example)
+        await ranks.assert_idle()
+        assert len(list(arena_root.iterdir())) == 4  # two ranks', the link's and the meetings' folders: no old one
+        assert "it is restarted" in caplog.text
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_rank_0_takes_all_with_it(arena_root: Path) -> None:
+    async with running("mini_tts", placement=APART["mini_tts"]) as ranks:
+        before = ranks.executor.pids
+        os.kill(before[0], signal.SIGSTOP)
+        example = ranks.mini.example(random.Random(2))
+        ranks.submit("a", example)
+        await asyncio.sleep(0)
+        os.kill(before[0], signal.SIGKILL)
+        end = await ranks.end("a")
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert not {*before.values()} & {*after.values()}
+        assert not any(map(lives, before.values()))
+        ranks.submit("b", example)
+        await ranks.assert_right("b", example)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_rank_that_cannot_start_ends_the_start(arena_root: Path) -> None:
+    ranks = Ranks("mini_seq2seq", placement=APART["mini_seq2seq"], resources={"kv": {"tokens": 4}})
+    ranks.executor.config = msgspec.structs.replace(
+        ranks.executor.config,
+        deployment=ranks.executor.config.deployment.model_copy(
+            update={"placement": {"encoder": NodePlacement(ranks=(0,)), "decoder": NodePlacement(ranks=(1,))}}
+        ),
+    )
+    with pytest.raises(SetupError, match="rank 1: resource 'kv'"):
+        await ranks.executor.start()
+    await ranks.executor.stop()
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_cancels_and_large_values_leave_nothing(arena_root: Path) -> None:
+    async with running("mini_seq2seq", placement={"encoder": 0, "decoder": 1}) as ranks:
+        rng = random.Random(8)
+        for n in range(6):
+            ranks.submit(f"r{n}", ranks.mini.example(rng))
+        for n in range(0, 6, 2):
+            ranks.executor.cancel(Cancel(id=f"r{n}"))
+        for n in range(6):
+            end = await ranks.end(f"r{n}")
+            assert isinstance(end, Done)
+        await ranks.assert_idle()
+        assert [path.name for path in arena_root.glob("*/*") if path.name not in ("socket", "link")] == []
+    assert list(arena_root.iterdir()) == []
