@@ -15,37 +15,39 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from sharded import MANY
 from test_processes import arena_root, lives
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.choice import processes
 from mstar.cluster.ranks import RanksExecutor
-from mstar.registry import load_object
+from mstar.plugins import load_plugins
+from mstar.registry import Registry, load_object
 from mstar.runtime.deployment_files import packaged_deployment
+from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.placement import NodePlacement
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed
-from mstar.testing.drive import collect, miniature_registry
+from mstar.testing.drive import collect
 from mstar.testing.examples import Example, task_for
 from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import decode
 
 __all__ = ["arena_root"]  # a fixture, which every test here uses
+PLUGINS = ("mstar.testing.miniatures", "sharded")
 
 
 class Ranks:
     """One layout of a miniature, in processes, as the server runs it."""
 
     def __init__(self, key: str, **overrides: Any):
-        registry = miniature_registry()
-        self.mini = miniature(key)
+        registry = Registry(load_plugins(Settings(plugins=(), extra_plugins=PLUGINS)))
+        self.mini = miniature(key.replace("sharded", "mini"))
         self.spec = registry.model(key)
         deployment = merge_deployment(key, packaged_deployment(self.spec), overrides)
-        config = WorkerConfig(
-            key=key, weights=None, deployment=deployment, extra_plugins=("mstar.testing.miniatures",), plugins=()
-        )
+        config = WorkerConfig(key=key, weights=None, deployment=deployment, extra_plugins=PLUGINS, plugins=())
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.phases: list[Phase] = []
         self._changed = asyncio.Event()
@@ -64,6 +66,12 @@ class Ranks:
     def _phase(self, phase: Phase) -> None:
         self.phases.append(phase)
         self._changed.set()
+
+    def submit_text(self, name: str, text: str, **knobs: Any) -> Example:
+        """Submit a prompt of our own; returns the example that it is."""
+        example = Example(text=text, knobs={"max_tokens": 8, **knobs})
+        self.submit(name, example)
+        return example
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(60):
@@ -95,6 +103,9 @@ class Ranks:
         status = await self.executor.status()
         assert (status["running"], status["waiting"]) == (0, 0)
         assert not any(pool["used"] for pool in status["resources"].values())
+        for rank in status["ranks"]:
+            assert not any(pool["used"] for pool in rank["resources"].values())
+            assert rank["requests"] == 0
 
 
 @asynccontextmanager
@@ -203,4 +214,103 @@ async def test_cancels_and_large_values_leave_nothing(arena_root: Path) -> None:
             assert isinstance(end, Done)
         await ranks.assert_idle()
         assert [path.name for path in arena_root.glob("*/*") if path.name not in ("socket", "link")] == []
+    assert list(arena_root.iterdir()) == []
+
+
+# --- meshes
+
+
+TWO = {"lm": {"ranks": [0, 1], "tp": 2}}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+async def test_a_mesh_in_lockstep_gives_the_answers_of_one_rank(size: int, arena_root: Path) -> None:
+    placement = {"lm": {"ranks": list(range(size)), "tp": size}}
+    async with running("sharded_chat", placement=placement) as ranks:
+        rng = random.Random(4)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(6)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_prompt_that_a_mesh_knows_is_skipped_by_all_of_it() -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        text = "a prompt that is longer than a few pages of the cache, twice"
+        for name in ("first", "second"):
+            example = ranks.submit_text(name, text)
+            await ranks.assert_right(name, example)
+        end = await ranks.end("second")
+        assert isinstance(end, Done)
+        assert end.usage.cached > 40
+        other = ranks.submit_text("third", text[:30] + "and another end")  # the pages of both are the same still
+        await ranks.assert_right("third", other)
+        await ranks.assert_idle()
+
+
+async def test_what_fails_on_all_ranks_of_a_mesh_fails_alone() -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        before = ranks.executor.pids
+        good = [ranks.submit_text(f"good{n}", f"fine {n}") for n in range(3)]
+        ranks.submit_text("bad", "K" * MANY)
+        end = await ranks.end("bad")
+        assert isinstance(end, Failed)
+        assert "poison" in end.message
+        for n, example in enumerate(good):
+            await ranks.assert_right(f"good{n}", example)
+        await ranks.assert_idle()
+        assert ranks.executor.pids == before
+
+
+@pytest.mark.parametrize("how", ["fault", "kill"])
+async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root: Path) -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        before = ranks.executor.pids
+        if how == "kill":
+            os.kill(before[1], signal.SIGKILL)
+        ranks.submit_text("lost", "L" * MANY)
+        end = await ranks.end("lost")
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        assert not any(map(lives, before.values()))
+        example = ranks.submit_text("again", "fine")
+        await ranks.assert_right("again", example)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_model_that_divides_nothing_is_refused() -> None:
+    ranks = Ranks("mini_chat", placement=TWO)
+    with pytest.raises(SetupError, match="node 'lm' runs in one process"):
+        await ranks.executor.start()
+    await ranks.executor.stop()
+
+
+async def test_a_mesh_without_rank_0_serves_and_starts_again_alone(arena_root: Path) -> None:
+    placement = {"codec": 0, "lm": {"ranks": [1, 2], "tp": 2}}
+    async with running("sharded_tts", placement=placement) as ranks:
+        rng = random.Random(6)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        bad = ranks.submit_text("bad", "K" * MANY)
+        assert isinstance(await ranks.end("bad"), Failed), bad
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+        before = ranks.executor.pids
+        os.kill(before[2], signal.SIGKILL)
+        await ranks.until(lambda: ranks.executor.phase.name == "failed")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert after[0] == before[0]
+        assert not {before[1], before[2]} & {*after.values()}
+        for name, example in cases.items():
+            ranks.submit(f"again-{name}", example)
+        for name, example in cases.items():
+            await ranks.assert_right(f"again-{name}", example)
+        await ranks.assert_idle()
     assert list(arena_root.iterdir()) == []

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +27,23 @@ from mstar.cluster.launch import Child, launch
 from mstar.cluster.links import link_address
 from mstar.cluster.processes import LONGEST_DELAY_S, STABLE_S, ProcessesExecutor
 from mstar.cluster.shm import Arena
-from mstar.cluster.transport import LinkBroken, LinkRank, PhaseReport, RankFacts, Report, UnlinkRank, WorkerFailed
+from mstar.cluster.transport import (
+    AskStatus,
+    LinkBroken,
+    LinkRank,
+    PhaseReport,
+    RankFacts,
+    Report,
+    UnlinkRank,
+    WorkerFailed,
+)
 from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.placement import layout_of, ranks_of
 from mstar.spec.request import Event
 
 __all__ = ["RanksExecutor"]
 
+ASK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +91,30 @@ class RanksExecutor(ProcessesExecutor):
     def pids(self) -> dict[int, int]:
         """Rank → process id, of those that live."""
         return {n: rank.child.process.pid for n, rank in self._ranks.items() if rank.child is not None}
+
+    async def status(self) -> Mapping[str, Any]:
+        """Rank 0's status, with that of the others under ``ranks``."""
+        own = await super().status()
+        if not own:
+            return own
+        others = await asyncio.gather(*(self._ask(rank) for n, rank in sorted(self._ranks.items()) if n))
+        told = {rank["rank"]: rank for rank in own["ranks"]}
+        return {**own, "ranks": [{**told.get(other["rank"], {}), **other} for other in others if other]}
+
+    async def _ask(self, rank: _Rank) -> Mapping[str, Any]:
+        """The status of *rank*; empty if it dies meanwhile, or hangs."""
+        if rank.child is None:
+            return {}
+        number = next(self._numbers)
+        answer = self._questions[number] = self._event_loop.create_future()
+        rank.child.send([AskStatus(number=number)])
+        exited = self._event_loop.create_task(rank.child.exited.wait())
+        try:
+            await asyncio.wait([answer, exited], timeout=ASK_S, return_when=asyncio.FIRST_COMPLETED)
+            return answer.result() if answer.done() else {}
+        finally:
+            exited.cancel()
+            self._questions.pop(number, None)
 
     # --- start and stop -----------------------------------------------------------------------------------------------
     async def _launch(self) -> None:

@@ -163,6 +163,8 @@ class Worker:
         trace.begin()
         now = time.monotonic()
         self._expire(now)
+        if self.ranks is not None:
+            self.ranks.check_doubts(now)
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
@@ -199,6 +201,8 @@ class Worker:
         times = [first.deadline if first is not None else None, self.sessions.next_expiry()]
         if not self._checked:
             times.append(self._next_check)
+        if self.ranks is not None:
+            times.append(self.ranks.next_doubt())
         return min((t for t in times if t is not None), default=None)
 
     def status(self) -> dict[str, Any]:

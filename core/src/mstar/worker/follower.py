@@ -30,6 +30,7 @@ from mstar.worker.equip import equip, warm_up
 from mstar.worker.handles import held, pack, ref_of
 from mstar.worker.live import failure
 from mstar.worker.messages import (
+    Agreed,
     Close,
     Contents,
     Drop,
@@ -49,7 +50,7 @@ from mstar.worker.messages import (
     ToRank,
 )
 from mstar.worker.profile import device_memory
-from mstar.worker.routing import Routing
+from mstar.worker.routing import DOUBT_S, Routing
 
 __all__ = ["Follower"]
 
@@ -113,6 +114,7 @@ class Follower:
         self._requests: dict[str, _Request] = {}
         self._bases: dict[int, _Base] = {}
         self._flights: deque[tuple[Run, list[Flight], float]] = deque()
+        self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
 
     def facts(self) -> dict[str, Any]:
         """What rank 0 must know of this one."""
@@ -124,6 +126,8 @@ class Follower:
 
     def step(self) -> bool:
         """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do."""
+        if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
+            raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
         if self._inbox and len(self._flights) < _AHEAD:
             self._do(self._inbox.popleft())
             return True
@@ -138,6 +142,8 @@ class Follower:
                 self._run(message)
             case Open():
                 self._open(message)
+            case Agreed():
+                self._doubts.pop(message.step, None)
             case Close():
                 self._close(message)
             case Drop():
@@ -229,6 +235,8 @@ class Follower:
         message, flights, began = self._flights.popleft()
         results = [result for flight in flights for result in self.engine.land(flight)]
         failed = any(isinstance(result, Exception) for result in results)
+        if failed and self.routing.meshed(message.op):
+            self._doubts[message.step] = time.monotonic() + DOUBT_S
         bases: list[Contents] = []
         calls: list[Made] = []
         if message.answers:
@@ -278,7 +286,7 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
-        return None
+        return min(self._doubts.values(), default=None)
 
     def events(self) -> list[Event]:
         return []

@@ -12,6 +12,7 @@ import msgspec
 from mstar.spec.request import EngineRequest, Failed, TokenLogprob
 
 __all__ = [
+    "Agreed",
     "Close",
     "Contents",
     "Drop",
@@ -95,6 +96,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind")
     answers: bool = True
 
 
+class Agreed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Calls of a mesh's step failed on rank 0, too: where a rank fails alone, the others wait for it in an exchange."""
+
+    step: int
+
+
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """Nobody will ask for these values again."""
 
@@ -133,7 +140,7 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
     sibling: tuple[str, str] | None
 
 
-ToRank = Open | Close | Run | Drop | Fetch | Rewind | Learn | Skip
+ToRank = Open | Close | Run | Agreed | Drop | Fetch | Rewind | Learn | Skip
 
 
 # --- and back --------------------------------------------------------------------------------------------------------

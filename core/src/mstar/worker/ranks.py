@@ -33,6 +33,7 @@ from mstar.spec.request import EngineRequest, Failed
 from mstar.worker.build import Built, declared_resources
 from mstar.worker.handles import Handle, pack, unpack
 from mstar.worker.messages import (
+    Agreed,
     Close,
     Contents,
     Drop,
@@ -50,7 +51,7 @@ from mstar.worker.messages import (
     Skip,
     ToRank,
 )
-from mstar.worker.routing import Routing
+from mstar.worker.routing import DOUBT_S, Routing
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
 
@@ -165,6 +166,7 @@ class Ranks:
         self._bound: dict[str, set[int]] = {}  # request → ranks that hold something of it which is nowhere else
         self._stash: list[FromRank] = []
         self._mirrored: int | None = None
+        self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when the others must have, too
 
     # --- ranks come and go --------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
@@ -323,6 +325,11 @@ class Ranks:
             return
         failed = {flight.first + i for i, result in enumerate(results) if isinstance(result, Exception)}
         flying.failed[_HERE] = flying.failed.get(_HERE, frozenset()) | failed
+        if failed and flight.step not in self._doubts:
+            self._doubts[flight.step] = time.monotonic() + DOUBT_S
+            for rank in flying.seat.ranks:
+                if rank != _HERE:
+                    self._tell(rank, Agreed(step=flight.step))
         if flight.first + len(flight.work) == len(flying.work):
             self._compare(flight.step, flying)
 
@@ -390,10 +397,27 @@ class Ranks:
         if flying.waiting or (_HERE in flying.seat.ranks and _HERE not in flying.failed):
             return
         del self._flying[step]
-        if len(set(flying.failed.values())) > 1:
+        self._doubts.pop(step, None)
+        alike = len(set(flying.failed.values())) == 1
+        if _HERE in flying.failed:
+            if not alike:
+                raise IntegrityError(
+                    f"a step of node {flying.work[0].call.op.call.node!r} failed on some ranks of its mesh and not on "
+                    f"others: { ({rank: sorted(calls) for rank, calls in flying.failed.items()}) }"
+                )
+        elif alike and len(flying.seat.ranks) > 1 and any(flying.failed.values()):
+            for rank in flying.seat.ranks:  # one that hears nothing ends itself, and its mesh starts again
+                self._tell(rank, Agreed(step=step))
+
+    def next_doubt(self) -> float | None:
+        """When (monotonic seconds) a mesh must have agreed on a step that failed."""
+        return min(self._doubts.values(), default=None)
+
+    def check_doubts(self, now: float) -> None:
+        """Raise :class:`~mstar.resources.base.IntegrityError` if a mesh has not agreed in time."""
+        if self._doubts and now > min(self._doubts.values()):
             raise IntegrityError(
-                f"a step of node {flying.work[0].call.op.call.node!r} failed on some ranks of its mesh and not on "
-                f"others: { ({rank: sorted(calls) for rank, calls in flying.failed.items()}) }"
+                f"a step failed on rank 0 of a mesh, and the others have said nothing for {DOUBT_S:g} s"
             )
 
     def _landed(self, rank: int, flying: _Flying) -> None:

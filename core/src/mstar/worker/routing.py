@@ -10,7 +10,10 @@ from mstar.graph.values import Ref
 from mstar.spec.placement import Layout, Seat
 from mstar.worker.handles import output_key
 
-__all__ = ["Routing"]
+__all__ = ["DOUBT_S", "Routing"]
+
+DOUBT_S = 5.0
+"""How long a rank that failed in a mesh's step waits to hear that the others did so, too."""
 
 
 class Routing:
@@ -42,6 +45,10 @@ class Routing:
     def key(self, step: int, call: int, op: int, port: str) -> int:
         """The key of the tensor that output *port* of the step's *call*-th call is the first to lie in."""
         return output_key(step, call, self._port_of[self.ops[op]][port])
+
+    def meshed(self, op: int) -> bool:
+        """Whether several ranks run the *op*-th call together."""
+        return any(len(seat.ranks) > 1 for seat in self.layout.seats[self.ops[op].call.node])
 
     def bases(self, step: int, first: int, flight: Flight) -> Iterator[tuple[int, Ref]]:
         """Key and one reference of each tensor that *flight*'s outputs lie in. *first*: how many calls of the step come
