@@ -52,9 +52,22 @@ class Ranks:
         self.phases: list[Phase] = []
         self._changed = asyncio.Event()
         executor = processes(config, self._take, self._phase, registry, restart_delay_s=0.01)
-        assert isinstance(executor, RanksExecutor)
-        self.executor = executor
+        self.executor: Any = executor
         self.processor = load_object(self.spec.processor)(ProcessorContext(self.spec, None, self.spec.options()))
+
+    @property
+    def pids(self) -> set[int]:
+        """All worker processes."""
+        executor = self.executor
+        if isinstance(executor, RanksExecutor):
+            return {*executor.pids.values()}
+        layouts = [copy.executor for copy in executor._copies]
+        return {
+            pid
+            for layout in layouts
+            for pid in (layout.pids.values() if isinstance(layout, RanksExecutor) else [layout.pid])
+            if pid is not None
+        }
 
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -112,12 +125,13 @@ class Ranks:
 async def running(key: str, **overrides: Any) -> AsyncIterator[Ranks]:
     ranks = Ranks(key, **overrides)
     await ranks.executor.start()
-    pids = ranks.executor.pids
+    pids = ranks.pids
     try:
         yield ranks
     finally:
+        pids |= ranks.pids
         await ranks.executor.stop()
-        assert not any(map(lives, {*pids.values(), *ranks.executor.pids.values()}))
+        assert not any(map(lives, pids))
 
 
 APART = {"mini_seq2seq": {"encoder": 1, "decoder": 0}, "mini_tts": {"lm": 0, "codec": 1}}
@@ -313,4 +327,62 @@ async def test_a_mesh_without_rank_0_serves_and_starts_again_alone(arena_root: P
         for name, example in cases.items():
             await ranks.assert_right(f"again-{name}", example)
         await ranks.assert_idle()
+    assert list(arena_root.iterdir()) == []
+
+
+# --- copies
+
+
+async def test_copies_share_the_requests_and_outlive_each_other(arena_root: Path) -> None:
+    async with running("mini_chat", replicas=2) as ranks:
+        rng = random.Random(7)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        copies = ranks.executor._copies
+        assert [len(copy.running) for copy in copies] == [4, 4]
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        status = await ranks.executor.status()
+        assert [copy["steps"] > 0 for copy in status["copies"]] == [True, True]
+        assert status["steps"] == sum(copy["steps"] for copy in status["copies"])
+
+        dying, other = copies
+        os.kill(dying.executor.pid, signal.SIGSTOP)
+        ranks.submit("a", cases["r0"])
+        ranks.submit("b", cases["r1"])
+        os.kill(dying.executor.pid, signal.SIGKILL)
+        end = await ranks.end("a")
+        assert isinstance(end, Failed)
+        assert end.code == "worker_died"
+        assert ranks.executor.phase.name == "ready"
+        await ranks.assert_right("b", cases["r1"])
+        ranks.submit("c", cases["r2"])  # while one copy is away
+        await ranks.assert_right("c", cases["r2"])
+        await ranks.until(lambda: dying.executor.phase.name == "ready")
+        ranks.submit("d", cases["r3"])
+        await ranks.assert_right("d", cases["r3"])
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_session_goes_on_in_its_copy() -> None:
+    async with running("mini_rollout", replicas=2) as ranks:
+        example = ranks.mini.example(random.Random(1))
+        for name in ("one", "two", "three"):
+            prepared = ranks.processor.prepare(task_for(ranks.spec, example, live=()), name)
+            prepared.request.session = "kept"
+            ranks.executor.submit(prepared.request)
+            assert isinstance(await ranks.end(name), Done)
+        status = await ranks.executor.status()
+        assert sorted(copy["sessions"] for copy in status["copies"]) == [0, 1]
+
+
+async def test_copies_of_several_ranks(arena_root: Path) -> None:
+    async with running("mini_tts", placement=APART["mini_tts"], replicas=2) as ranks:
+        rng = random.Random(3)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(6)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
     assert list(arena_root.iterdir()) == []

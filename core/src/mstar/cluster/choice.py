@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
@@ -23,6 +24,22 @@ def processes(
 
     :param limits: see :class:`~mstar.cluster.processes.ProcessesExecutor`.
     """
+    if config.deployment.replicas > 1:
+        from mstar.cluster.replicas import ReplicasExecutor
+
+        make = partial(_layout, registry=registry, limits=limits)
+        return ReplicasExecutor(config, sink, on_phase, registry, make=make)
+    return _layout(config, sink, on_phase, registry, limits)
+
+
+def _layout(
+    config: WorkerConfig,
+    sink: Callable[[Sequence[Event]], None],
+    on_phase: Callable[[Phase], None],
+    registry: Any,
+    limits: Mapping[str, Any],
+) -> Executor:
+    """The executor of one copy of the layout."""
     if ranks_of(config.deployment.placement) > 1:
         from mstar.cluster.ranks import RanksExecutor
 
