@@ -347,7 +347,7 @@ async def test_copies_share_the_requests_and_outlive_each_other(arena_root: Path
         assert [copy["steps"] > 0 for copy in status["copies"]] == [True, True]
         assert status["steps"] == sum(copy["steps"] for copy in status["copies"])
 
-        dying, other = copies
+        dying = copies[0]
         os.kill(dying.executor.pid, signal.SIGSTOP)
         ranks.submit("a", cases["r0"])
         ranks.submit("b", cases["r1"])

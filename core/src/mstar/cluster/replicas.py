@@ -165,10 +165,8 @@ def joined_status(copies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _sum(one: Any, other: Any) -> Any:
     """Numbers added, mappings key by key."""
     if isinstance(one, Mapping):
-        return {
-            key: _sum(one[key], other[key]) if key in one and key in other else (one | other)[key]
-            for key in one | other
-        }
+        both = {key: _sum(one[key], other[key]) for key in one if key in other}
+        return {**one, **other, **both}
     return one + other if isinstance(one, int | float) else one
 
 

@@ -272,12 +272,12 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
 def layout_faults(deployment: Deployment, model: Model, graph: Graph) -> Iterator[tuple[str, str]]:
     """What cannot be of *deployment*'s placement for a *model* with *graph*."""
     yield from placement_faults(deployment.placement, graph)
-    for node, place in deployment.placement.items():
+    for name, place in deployment.placement.items():
         if len(place.seats) > 1:
             yield (
-                f"placement.{node}",
-                f"{len(place.ranks)} ranks of which each would have the whole node: one node of a layout has no replicas "
-                f"yet; give replicas: {len(place.seats)} for copies of the whole layout, or tp for one copy on several ranks",
+                f"placement.{name}",
+                f"{place.seats[0]} and {place.seats[1]} would each have all of it, but within a layout a node is there "
+                f"once; give 'replicas: {len(place.seats)}' for copies of the layout, or tp",
             )
     divisible = getattr(model, "parallel_faults", _in_one_process)
     for node in graph.nodes:
