@@ -386,3 +386,18 @@ async def test_copies_of_several_ranks(arena_root: Path) -> None:
         for name, example in cases.items():
             await ranks.assert_right(name, example)
     assert list(arena_root.iterdir()) == []
+
+
+async def test_one_of_two_places_of_a_node_dies_and_requests_are_still_taken(arena_root: Path) -> None:
+    async with running("mini_seq2seq", placement={"encoder": [1, 2], "decoder": 0}) as ranks:
+        before = ranks.executor.pids
+        os.kill(before[2], signal.SIGKILL)
+        rng = random.Random(2)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        await ranks.until(lambda: 2 not in ranks.executor.pids or ranks.executor.pids[2] != before[2])
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        assert "failed" not in [phase.name for phase in ranks.phases]
+    assert list(arena_root.iterdir()) == []

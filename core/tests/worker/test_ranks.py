@@ -121,3 +121,79 @@ def test_what_a_rank_made_comes_back_as_a_name(registry: Registry) -> None:
     steps = [message for message in sent if isinstance(message, Run)]
     assert len(steps) > 3
     assert [len(step.values) for step in steps] == [1, 1] + [0] * (len(steps) - 2)  # the memory, the start
+
+
+@pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)
+def test_each_node_twice(mini: Miniature, registry: Registry) -> None:
+    """Requests are shared out between two copies of every node, with steps of few tokens."""
+    placement = {node: [0, 1] for node in nodes_of(mini, registry)}
+    driver = RankDriver(mini, registry, seed=4, placement=placement, scheduler={"max_step_tokens": 5})
+    assert_all_right(driver, mini, 6, seed=8)
+    assert driver.worker.engine.steps > 0
+    assert driver.wires[1].follower.engine.steps > 0
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_one_node_twice(mini: Miniature, registry: Registry) -> None:
+    *others, last = nodes_of(mini, registry)
+    placement: dict[str, object] = {**dict.fromkeys(others, 0), last: [1, 2]}
+    driver = RankDriver(mini, registry, seed=5, placement=placement)
+    assert_all_right(driver, mini, 6, seed=9)
+    assert all(wire.follower.engine.steps for wire in driver.wires.values())
+
+
+def test_guidance_branches_apart(registry: Registry) -> None:
+    mini = miniature("mini_denoise")
+    node = next(
+        op.call.node for op in Driver(mini, registry).worker.plan.programs["denoise"] if getattr(op, "loops", ())
+    )
+    placement = {node: {"ranks": [0, 1], "split": "contexts"}}
+    driver = RankDriver(mini, registry, seed=6, placement=placement)
+    assert_all_right(driver, mini, 6, seed=10)
+    here, there = driver.worker.engine.steps, driver.wires[1].follower.engine.steps
+    assert here
+    assert there
+
+
+def test_sessions_and_siblings_stay_on_their_seat(registry: Registry) -> None:
+    mini = miniature("mini_rollout")
+    driver = RankDriver(mini, registry, placement={"world": [0, 1]})
+    for number in range(6):
+        prepared = driver.prepare(f"r{number}", mini.example(random.Random(number)))
+        prepared.request.session = f"s{number % 2}"
+        driver.worker.submit(prepared.request)
+        driver.run()
+        assert isinstance(driver.ended[f"r{number}"], Done)
+    assert len(driver.worker.sessions) == 2
+    used = driver.wires[1].follower.status()["resources"]["world"]["used"]
+    assert used == 1  # one session on each rank
+    driver.kill(1)
+    assert len(driver.worker.sessions) == 1
+    driver.start(1)
+    driver.assert_empty()
+
+
+def test_a_copy_of_a_node_dies_and_the_other_serves_on(registry: Registry) -> None:
+    mini = miniature("mini_chat")
+    driver = RankDriver(mini, registry, seed=7, placement={"lm": [0, 1]})
+    cases = examples(mini, 6, seed=12)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    driver.run(until=lambda: len(driver.emitted) == 6)
+    driver.kill(1)
+    driver.run()
+    failed = {name for name, end in driver.ended.items() if isinstance(end, Failed)}
+    assert 0 < len(failed) < 6
+    for name in cases.keys() - failed:
+        assert_right(mini, cases[name], dict(driver.result(name)))
+    again = examples(mini, 3, seed=13)
+    for name, example in again.items():
+        driver.submit(f"again-{name}", example)
+    driver.run()
+    for name, example in again.items():
+        assert_right(mini, example, dict(driver.result(f"again-{name}")))
+    driver.start(1)
+    driver.submit("last", again["r0"])
+    driver.run()
+    assert_right(mini, again["r0"], dict(driver.result("last")))
+    driver.assert_empty()

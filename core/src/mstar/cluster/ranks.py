@@ -300,13 +300,23 @@ class RanksExecutor(ProcessesExecutor):
         self._failures = 1 if time.monotonic() - dead.began > STABLE_S else self._failures + 1
 
     async def _lose_gang(self, gang: tuple[int, ...], cause: str) -> None:
-        self._set_phase(Phase(name="failed", detail=cause))
+        if not self._spared(gang):
+            self._set_phase(Phase(name="failed", detail=cause))
         leader = self._ranks[0].child
         assert leader is not None
         leader.send([UnlinkRank(rank=number, reason=cause) for number in gang])
         began = min(self._ranks[number].began for number in gang if number in self._ranks)
         self._gang_failures = 1 if time.monotonic() - began > STABLE_S else self._gang_failures + 1
         await asyncio.gather(*(self._stop_rank(number, 0.0) for number in gang))
+
+    def _spared(self, gang: tuple[int, ...]) -> bool:
+        """Whether every node that *gang* runs is on other ranks, too, so that requests can still be taken."""
+        living = {n for n, rank in self._ranks.items() if rank.ready.is_set()} - {*gang}
+        return all(
+            node not in self._layout.by_context and any(living.issuperset(seat.ranks) for seat in seats)
+            for node, seats in self._layout.seats.items()
+            if any({*gang} & {*seat.ranks} for seat in seats)
+        )
 
     async def _mend(self, gang: tuple[int, ...]) -> None:
         """Start *gang* again, as often as it takes."""
@@ -317,7 +327,8 @@ class RanksExecutor(ProcessesExecutor):
             except SetupError as error:
                 self._gang_failures += 1
                 _log.error("ranks %s of %r could not be restarted: %s", list(gang), self.config.key, error)
-                self._set_phase(Phase(name="failed", detail=str(error)))
+                if not self._spared(gang):
+                    self._set_phase(Phase(name="failed", detail=str(error)))
                 await asyncio.gather(*(self._stop_rank(number, 0.0) for number in gang))
                 continue
             del self._mending[gang]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -28,6 +28,12 @@ class NodePlacement(BaseModel):
     )
     tp: int = Field(1, ge=1, description="Ranks that share each layer's weights (tensor parallelism).")
     sp: int = Field(1, ge=1, description="Ranks that share a sequence (sequence parallelism).")
+
+    split: Literal["requests", "contexts"] = Field(
+        "requests",
+        description="What several copies of the node share out: `requests`, or the `contexts` of each (guidance "
+        "branches apart).",
+    )
 
     @model_validator(mode="after")
     def _adds_up(self) -> NodePlacement:
@@ -82,10 +88,11 @@ class Seat:
 class Layout:
     """A model's nodes on their ranks. Rank 0 coordinates.
 
-    :param seats: node → its copies.
+    :param seats: node → its copies. :param by_context: nodes whose copies share out the contexts of a request.
     """
 
     seats: Mapping[str, tuple[Seat, ...]]
+    by_context: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -121,7 +128,9 @@ def ranks_of(placement: Mapping[str, NodePlacement]) -> int:
 
 def layout_of(placement: Mapping[str, NodePlacement], nodes: Iterable[str]) -> Layout:
     """*placement* for a model with *nodes*; those that it does not name run on rank 0."""
-    return Layout({node: placement.get(node, NodePlacement()).seats for node in nodes})
+    places = {node: placement.get(node, NodePlacement()) for node in nodes}
+    by_context = frozenset(node for node, place in places.items() if place.split == "contexts")
+    return Layout({node: place.seats for node, place in places.items()}, by_context)
 
 
 def users_of(graph: Graph) -> dict[str, list[str]]:
@@ -146,7 +155,7 @@ def placement_faults(placement: Mapping[str, NodePlacement], graph: Graph) -> It
             yield "placement", f"rank {rank} runs no node: ranks count from 0, without gaps; rank 0 coordinates"
     yield from _mesh_faults(layout)
     for resource, names in users_of(graph).items():
-        places = {layout.seats[name] for name in names}
+        places = {(layout.seats[name], name in layout.by_context) for name in names}
         if len(places) > 1:
             where = "; ".join(f"{name!r} on {_all(layout.seats[name])}" for name in names)
             moved = next((name for name in names if name in placement), names[0])

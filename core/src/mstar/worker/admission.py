@@ -85,8 +85,12 @@ class Admission:
 
     def reserve(self, request: EngineRequest, holding: Holding) -> bool:
         """Reserve and open everything, or nothing. Idle sessions give way to requests."""
+        if self.ranks is not None:
+            self.ranks.seats.assign(request, None if holding.session is None else holding.session.key)
         while not self._try(request, holding):
             if not self.sessions.evict_one():
+                if self.ranks is not None:
+                    self.ranks.seats.forget(request.id)  # another seat may have room by then
                 return False
         opened: list[tuple[str, Owner]] = []
         try:

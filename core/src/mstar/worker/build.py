@@ -272,13 +272,6 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
 def layout_faults(deployment: Deployment, model: Model, graph: Graph) -> Iterator[tuple[str, str]]:
     """What cannot be of *deployment*'s placement for a *model* with *graph*."""
     yield from placement_faults(deployment.placement, graph)
-    for name, place in deployment.placement.items():
-        if len(place.seats) > 1:
-            yield (
-                f"placement.{name}",
-                f"{place.seats[0]} and {place.seats[1]} would each have all of it, but within a layout a node is there "
-                f"once; give 'replicas: {len(place.seats)}' for copies of the layout, or tp",
-            )
     divisible = getattr(model, "parallel_faults", _in_one_process)
     for node in graph.nodes:
         place = deployment.placement.get(node.name)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
@@ -70,7 +71,7 @@ class Worker:
         self.ranks = coordinate(built, config, registry)
         if self.ranks is not None:
             self.resources = self.ranks.books
-        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
+        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped)
         self.admission = Admission(built.model, built.plan, self.resources, self.sessions, self.ranks)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
         step_tokens = deployment.scheduler.step_tokens(built.device.type)
@@ -168,15 +169,18 @@ class Worker:
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
+        sent = self.ranks is not None and self._send_steps(self.ranks, now)
         work = self.ahead.next_work(now)
         if not work and not self._flights:
+            if sent:
+                return True
             trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
             return False
         trace.stage("schedule")
         self._checked = False
         if work and self.ranks is not None:
-            work = [*self._dispatch(self.ranks, work)]
+            self.ranks.dispatch(work)  # a mesh runs it with this rank
         launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
         self._flights = launched if self._lookahead else []
@@ -305,7 +309,7 @@ class Worker:
         request = call.run.request
         item = Item(
             request.id,
-            call.group,
+            call.group if self.ranks is None else self.ranks.group(call),
             max(call.remaining, 1),
             call.op.entry.chunk is not None,
             call.decode,
@@ -395,7 +399,7 @@ class Worker:
             live = self._live.get(request)
             if live is not None:
                 self._end(live, failure(request, error), keep_session=False)
-        self.sessions.drop_where(lambda resource: self.ranks is not None and self.ranks.holds(resource, rank))
+        self.sessions.drop_where(partial(self.ranks.at, rank))
 
     def take(self, message: FromRank) -> None:
         """What another rank sent."""
@@ -406,17 +410,18 @@ class Worker:
         elif landing is not None:
             self._route_landing(landing)
 
-    def _dispatch(self, ranks: Ranks, work: Sequence[Work]) -> Sequence[Work]:
-        """Send a step to the ranks that run it. Returns what this one has to run."""
+    def _send_steps(self, ranks: Ranks, now: float) -> bool:
+        """Give work to every other rank that has room: before this one does its own, which may take a while. Returns
+        whether there was any."""
         for message in ranks.stashed():
             self.take(message)
-        work = [w for w in work if self._live_of(w.call) is not None]  # what was stashed may have ended some
-        mine = ranks.dispatch(work) if work else ()
-        if not mine:
-            now = time.monotonic()
+        sent = False
+        while work := self.ahead.next_elsewhere(now):
+            ranks.dispatch(work)
             for w in work:
                 self._under_way(w, len(work), now, now)
-        return mine
+            sent = True
+        return sent
 
     def _route_landing(self, landing: Landing) -> None:
         for w, result in zip(landing.work, landing.results, strict=True):
@@ -512,6 +517,10 @@ class Worker:
         self.resources[resource].close(owner)
         if self.ranks is not None:
             self.ranks.closed([(resource, owner)])
+
+    def _session_dropped(self, key: str) -> None:
+        if self.ranks is not None:
+            self.ranks.seats.forget(key)
 
     def _idle(self, now: float) -> None:
         if now >= self._next_check and not self._checked:

@@ -196,7 +196,7 @@ class Follower:
         began = time.perf_counter()
         for contents in message.values:
             self._bases[contents.key] = _Base(*held(contents, self._device))
-        work = [self._work(message.op, row) for row in message.rows]
+        work = [self._work(row) for row in message.rows]
         flights = self.engine.launch(work)
         first = 0
         for flight in flights:
@@ -206,17 +206,17 @@ class Follower:
                     w.call.done += w.tokens
                     w.call.chunks += 1
             first += len(flight.work)
-        for w in work:
+        for w, row in zip(work, message.rows, strict=True):
             if not w.complete:
-                self._requests[w.call.run.request.id].partly[message.op] = w.call
+                self._requests[row.request].partly[row.op] = w.call
         self._flights.append((message, flights, began))
 
-    def _work(self, number: int, row: Row) -> Work:
+    def _work(self, row: Row) -> Work:
         run = self._requests[row.request]
-        call = run.partly.pop(number, None) if row.start else None
+        call = run.partly.pop(row.op, None) if row.start else None
         if call is None:
             inputs = {port: self._input(value) for port, value in row.inputs.items()}
-            call = _RankCall(run, self.routing.ops[number], row, inputs)
+            call = _RankCall(run, self.routing.ops[row.op], row, inputs)
             call.done = row.start
         return Work(call, row.start, row.tokens, row.complete)
 
@@ -235,12 +235,12 @@ class Follower:
         message, flights, began = self._flights.popleft()
         results = [result for flight in flights for result in self.engine.land(flight)]
         failed = any(isinstance(result, Exception) for result in results)
-        if failed and self.routing.meshed(message.op):
+        if failed and self.routing.meshed(message.rows[0].op):
             self._doubts[message.step] = time.monotonic() + DOUBT_S
         bases: list[Contents] = []
         calls: list[Made] = []
         if message.answers:
-            leaving = self.routing.leaving[self.routing.ops[message.op]]
+            leaving = self.routing.leaving_of(row.op for row in message.rows)
             numbers: dict[int, int] = {}
             for index, (row, result) in enumerate(zip(message.rows, results, strict=True)):
                 if isinstance(result, Exception):
@@ -271,7 +271,7 @@ class Follower:
             number = numbers.get(id(ref.base))
             if number is None:
                 number = numbers[id(ref.base)] = len(bases)
-                key = self.routing.key(message.step, index, message.op, port)
+                key = self.routing.key(message.step, index, message.rows[index].op, port)
                 bases.append(_contents(key, ref, port in leaving))
             outputs[port] = (number, ref.start, ref.stop, ref.row)
         return outputs

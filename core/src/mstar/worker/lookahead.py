@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class LookAhead:
         ranks: Ranks | None = None,
     ):
         self._ranks = ranks
-        self._may_run = None if ranks is None else ranks.may_run
+        self._may_run = None if ranks is None else ranks.may_run_here
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
         self._foreseeable: dict[CallOp, bool] = {}
         self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
@@ -61,10 +62,18 @@ class LookAhead:
             for call in cohort:
                 self._offer(call, now)
             cohort = []
-        batch = self._scheduler.next(now, self._may_run)
-        if batch is not None:
-            return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
-        return [Work(call, 0, 1, True) for call in cohort]
+        return self._chosen(now, self._may_run) or [Work(call, 0, 1, True) for call in cohort]
+
+    def next_elsewhere(self, now: float) -> list[Work]:
+        """What a step on other ranks runs, of which one has room for it; empty if there is nothing."""
+        assert self._ranks is not None
+        return self._chosen(now, self._ranks.may_run_elsewhere)
+
+    def _chosen(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None) -> list[Work]:
+        batch = self._scheduler.next(now, may_run)
+        if batch is None:
+            return []
+        return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
 
     def foresee(self, flights: Sequence[Flight]) -> None:
         """Make ready what will follow the calls of *flights*, which still run."""
@@ -97,7 +106,7 @@ class LookAhead:
         may = self._foreseeable.get(op)
         if may is None:
             resources = self._engine.resources
-            here = op.call.node in self._engine.nodes  # nothing is foreseen for other ranks
+            here = self._ranks is None or self._ranks.always_here(op.call.node)  # nothing is foreseen for others
             may = self._foreseeable[op] = here and all(resources[name].speculates for name in op.entry.resources)
         return may
 

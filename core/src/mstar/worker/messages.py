@@ -55,11 +55,13 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One call's share of a step.
 
-    :param session: key of the session whose state it uses where sessions keep state; else the request's.
-    :param length: of the whole call along its primary input. :param inputs: port → what goes into it.
+    :param op: number of the call in the plan; those of one step are of one node and entry. :param session: key of the
+        session whose state it uses where sessions keep state; else the request's. :param length: of the whole call
+        along its primary input. :param inputs: port → what goes into it.
     """
 
     request: str
+    op: int
     session: str | None
     length: int
     start: int
@@ -86,11 +88,10 @@ class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """Run a step. *op*: number of the call in the plan. *values*: contents that it needs and this rank has not.
-    *answers*: this rank is to send the outputs that others need; else only whether the step succeeded."""
+    """Run a step. *values*: contents that it needs and this rank has not. *answers*: this rank is to send the outputs
+    that others need; else only whether the step succeeded."""
 
     step: int
-    op: int
     rows: list[Row]
     values: list[Contents] = []
     answers: bool = True

@@ -28,7 +28,7 @@ from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner, Resource
 from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
-from mstar.spec.placement import Seat, users_of
+from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest, Failed
 from mstar.worker.build import Built, declared_resources
 from mstar.worker.handles import Handle, pack, unpack
@@ -52,6 +52,7 @@ from mstar.worker.messages import (
     ToRank,
 )
 from mstar.worker.routing import DOUBT_S, Routing
+from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
 
@@ -156,10 +157,12 @@ class Ranks:
         self.layout = routing.layout
         graph = routing.plan.graph
         self._kept = frozenset(graph.sessions)
-        self._seats = {name: self.layout.seats[nodes[0]][0] for name, nodes in users_of(graph).items()}
-        self.books: dict[str, Resource] = dict(pools)
+        self.seats = Seats(routing.plan, self.layout, lambda rank: rank == _HERE or rank in self._links)
+        self.books: dict[str, Resource] = {}
         """The pools that requests are admitted by: those of this rank, and shadows of the others'."""
         self._links: dict[int, _Link] = {}
+        for name, pool in pools.items():
+            self._book(name, _HERE, pool)
         self._steps, self._sent = itertools.count(1), itertools.count(1)
         self._flying: dict[int, _Flying] = {}
         self._touched: dict[str, set[int]] = {}  # request → ranks that know of it
@@ -172,8 +175,24 @@ class Ranks:
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """*rank* is ready. *facts*: what its follower said of itself."""
         self._links[rank] = _Link(peer)
-        elsewhere = {name: units for name, units in facts["capacities"].items() if _HERE not in self._seats[name].ranks}
-        self.books.update(self._shadows(elsewhere))
+        capacities = facts["capacities"]
+        elsewhere = {name: units for name, units in capacities.items() if _HERE not in self._seat_at(name, rank).ranks}
+        for name, shadow in self._shadows(elsewhere).items():
+            self._book(name, rank, shadow)
+
+    def _seat_at(self, resource: str, rank: int) -> Seat:
+        """Which of the seats that have a pool of *resource* *rank* belongs to."""
+        return next(seat for seat in self.seats.all_of_pool(resource) if rank in seat.ranks)
+
+    def _book(self, name: str, rank: int, pool: Resource) -> None:
+        """Keep the books of resource *name* on *rank* by *pool*."""
+        if len(self.seats.all_of_pool(name)) == 1:
+            self.books[name] = pool
+            return
+        seated = self.books.get(name)
+        if not isinstance(seated, SeatedPool):
+            seated = self.books[name] = SeatedPool(name, pool, self.seats.of_pool)
+        seated.pools[self._seat_at(name, rank)] = pool
 
     def lost(self, rank: int) -> set[str]:
         """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it."""
@@ -188,9 +207,9 @@ class Ranks:
             ranks.discard(rank)
         return gone
 
-    def holds(self, resource: str, rank: int) -> bool:
-        """Whether the pool of *resource* lies on *rank*."""
-        return rank in self._seats[resource].ranks
+    def at(self, rank: int, resource: str, owner: Owner) -> bool:
+        """Whether *owner*'s state of *resource* lies on *rank*."""
+        return rank in self.seats.of_pool(resource, owner).ranks
 
     def ready(self) -> bool:
         """Whether all ranks are there."""
@@ -201,7 +220,7 @@ class Ranks:
         """*request* holds (resource, owner, units) each."""
         by_rank: dict[int, list[tuple[str, str, str, int]]] = {}
         for name, owner, units in needs:
-            for rank in self._seats[name].ranks:
+            for rank in self.seats.of_pool(name, owner).ranks:
                 if rank != _HERE:
                     by_rank.setdefault(rank, []).append((name, owner.key, owner.context, units))
         for rank, mine in by_rank.items():
@@ -213,7 +232,7 @@ class Ranks:
         """(resource, owner) each are free again."""
         by_rank: dict[int, list[tuple[str, str, str]]] = {}
         for name, owner in owners:
-            for rank in self._seats[name].ranks:
+            for rank in self.seats.of_pool(name, owner).ranks:
                 if rank != _HERE:
                     by_rank.setdefault(rank, []).append((name, owner.key, owner.context))
         for rank, mine in by_rank.items():
@@ -222,17 +241,18 @@ class Ranks:
     def ended(self, request: str) -> None:
         """*request* has ended and holds nothing any more."""
         self._bound.pop(request, None)
+        self.seats.forget(request)
         for rank in self._touched.pop(request, ()):
             self._tell(rank, Close(owners=[], request=request))
 
     def rewind(self, resource: str, owner: Owner, tokens: int, complete: bool = True) -> bool:
         """Take back *owner*'s last tokens on other ranks. Returns whether this rank has a pool to do it in, too."""
-        for rank in self._seats[resource].ranks:
+        for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
                 self._tell(
                     rank, Rewind(resource=resource, owner=(owner.key, owner.context), tokens=tokens, complete=complete)
                 )
-        return _HERE in self._seats[resource].ranks
+        return _HERE in self.seats.of_pool(resource, owner).ranks
 
     def retracted(self, flight: Flight, index: int) -> None:
         """This rank has retracted the *index*-th call of *flight*; those that ran it with this one do so, too."""
@@ -246,13 +266,13 @@ class Ranks:
 
     def learn(self, resource: str, owner: Owner, ids: Sequence[int]) -> None:
         """The other ranks of the mesh learn what this one has learnt."""
-        for rank in self._seats[resource].ranks:
+        for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
                 self._tell(rank, Learn(resource=resource, owner=(owner.key, owner.context), ids=list(ids)))
 
     def skipped(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
         """The other ranks of the mesh skip what this one has skipped."""
-        for rank in self._seats[resource].ranks:
+        for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
                 other = None if sibling is None else (sibling.key, sibling.context)
                 self._tell(
@@ -261,27 +281,35 @@ class Ranks:
 
     def here(self, call: CallRun) -> bool:
         """Whether this rank runs *call*, alone or with others."""
-        return _HERE in self.seat(call.op.call.node).ranks
+        return _HERE in self.seats.of_call(call).ranks
 
-    def seat(self, node: str) -> Seat:
-        return self.layout.seats[node][0]
+    def always_here(self, node: str) -> bool:
+        """Whether this rank runs every call of *node*."""
+        seats = self.layout.seats[node]
+        return len(seats) == 1 and _HERE in seats[0].ranks
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def may_run(self, group: tuple[Any, ...]) -> bool:
-        """Whether a step of *group* can begin now."""
-        ranks = self.seat(group[0]).ranks
-        if _HERE in ranks:
-            return all(rank == _HERE or rank in self._links for rank in ranks)
-        return all(rank in self._links and _has_room(self._links[rank]) for rank in ranks)
+    def group(self, call: CallRun) -> tuple[Any, ...]:
+        """Calls of one group may share a step: they run on the same seat."""
+        return (*call.group, self.seats.of_call(call))
 
-    def dispatch(self, work: Sequence[Work]) -> Sequence[Work]:
-        """Tell the other ranks of a step what to run. Returns what this rank is to run: all of it, or nothing."""
+    def may_run_here(self, group: tuple[Any, ...]) -> bool:
+        """Whether a step of *group* can begin now, and this rank has a part in it."""
+        ranks = group[-1].ranks
+        return _HERE in ranks and all(rank == _HERE or rank in self._links for rank in ranks)
+
+    def may_run_elsewhere(self, group: tuple[Any, ...]) -> bool:
+        """Whether a step of *group* can begin now, on other ranks alone."""
+        ranks = group[-1].ranks
+        return _HERE not in ranks and all(rank in self._links and _has_room(self._links[rank]) for rank in ranks)
+
+    def dispatch(self, work: Sequence[Work]) -> None:
+        """Tell the other ranks of a step what to run."""
         self._mirrored = None
-        op = work[0].call.op
-        seat = self.seat(op.call.node)
+        seat = self.seats.of_call(work[0].call)
         others = [rank for rank in seat.ranks if rank != _HERE]
         if not others:
-            return work
+            return
         step, here = next(self._steps), _HERE in seat.ranks
         decodes = any(w.call.decode for w in work)
         self._flying[step] = _Flying(work, seat, set(others), decodes)
@@ -292,14 +320,11 @@ class Ranks:
             values: list[Contents] = []
             rows = [self._row(w, rank, link, values) for w in work]
             answers = not here and rank == seat.ranks[0]
-            link.outbox.append(Run(step=step, op=self.routing.number_of[op], rows=rows, values=values, answers=answers))
+            link.outbox.append(Run(step=step, rows=rows, values=values, answers=answers))
             link.flying += 1
             link.decoding += decodes
             link.flush()
-        if not here:
-            return ()
-        self._mirrored = step
-        return work
+        self._mirrored = step if here else None
 
     def launched(self, flights: Sequence[Flight]) -> None:
         """This rank has launched the step that was dispatched last: the others name its outputs alike."""
@@ -340,7 +365,9 @@ class Ranks:
         inputs = {}
         if not call.chunks:  # the rank keeps those of a call that is cut
             inputs = {port: self._given(value, rank, link, values) for port, value in call.inputs.items()}
-        return Row(request.id, session, call.length, w.start, w.tokens, w.complete, inputs)
+        return Row(
+            request.id, self.routing.number_of[call.op], session, call.length, w.start, w.tokens, w.complete, inputs
+        )
 
     def _session_key(self, request: EngineRequest) -> str | None:
         if request.session is None or not self._kept:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mstar.engine.engine import Flight
 from mstar.graph.program import CallOp, Plan
@@ -37,10 +37,14 @@ class Routing:
     def _leaving(self, op: CallOp, readers: dict[str, set[tuple[Seat, ...]]]) -> Iterator[str]:
         yield from op.host
         yield from op.call.emit
-        here = {self.layout.seats[op.call.node]}
+        here = set() if op.call.node in self.layout.by_context else {self.layout.seats[op.call.node]}
         for port, value in op.call.outputs.items():
             if readers.get(value) != here:
                 yield port
+
+    def leaving_of(self, ops: Iterable[int]) -> frozenset[str]:
+        """Output ports whose contents rank 0 wants of a step with these calls."""
+        return frozenset().union(*(self.leaving[self.ops[op]] for op in {*ops}))
 
     def key(self, step: int, call: int, op: int, port: str) -> int:
         """The key of the tensor that output *port* of the step's *call*-th call is the first to lie in."""
