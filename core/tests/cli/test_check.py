@@ -74,7 +74,7 @@ resources:
         "scheduler.policy": "did you mean 'default'",
         "engine.runner": "did you mean 'eager'",
         "placement.lm": "did you mean 'llm'",
-        "placement.llm.pt": "known: ranks, sp, tp",
+        "placement.llm.pt": "known: ranks, sp, split, tp",
         "resources.kv.tokns": "did you mean 'tokens'",
         "resources.kv.page_size": "valid integer",
         "resources.samplr": "did you mean 'sampler'",

@@ -300,14 +300,19 @@ class RanksExecutor(ProcessesExecutor):
         self._failures = 1 if time.monotonic() - dead.began > STABLE_S else self._failures + 1
 
     async def _lose_gang(self, gang: tuple[int, ...], cause: str) -> None:
-        if not self._spared(gang):
-            self._set_phase(Phase(name="failed", detail=cause))
+        self._set_phase(self._without(gang, cause))
         leader = self._ranks[0].child
         assert leader is not None
         leader.send([UnlinkRank(rank=number, reason=cause) for number in gang])
         began = min(self._ranks[number].began for number in gang if number in self._ranks)
         self._gang_failures = 1 if time.monotonic() - began > STABLE_S else self._gang_failures + 1
         await asyncio.gather(*(self._stop_rank(number, 0.0) for number in gang))
+
+    def _without(self, gang: tuple[int, ...], cause: str) -> Phase:
+        """The phase while *gang* is not there."""
+        if self._spared(gang):
+            return Phase(name="ready", detail=f"{cause}; other ranks serve in its place")
+        return Phase(name="failed", detail=cause)
 
     def _spared(self, gang: tuple[int, ...]) -> bool:
         """Whether every node that *gang* runs is on other ranks, too, so that requests can still be taken."""
@@ -327,8 +332,7 @@ class RanksExecutor(ProcessesExecutor):
             except SetupError as error:
                 self._gang_failures += 1
                 _log.error("ranks %s of %r could not be restarted: %s", list(gang), self.config.key, error)
-                if not self._spared(gang):
-                    self._set_phase(Phase(name="failed", detail=str(error)))
+                self._set_phase(self._without(gang, str(error)))
                 await asyncio.gather(*(self._stop_rank(number, 0.0) for number in gang))
                 continue
             del self._mending[gang]
