@@ -45,6 +45,7 @@ class OrpheusProcessor(Processor):
         self.tokens = OrpheusTokens.read(config, self.snac.codes)
         self.tokenizer = TextTokenizer(folder)
         self.limits = Limits.read(folder, self.tokenizer.vocab_size, self.options)
+        self._longest = self.options.longest_piece
         end = self.tokenizer.id_of(_END_OF_TEXT)
         if end is None:
             raise SetupError(f"{folder}: the tokenizer has no {_END_OF_TEXT}, which ends a text")
@@ -67,7 +68,7 @@ class OrpheusProcessor(Processor):
     def pieces(self, task: SpeechTask) -> Sequence[SpeechTask]:
         """As many sentences as fit. A piece without a letter or digit would be babbled at: it has none (see
         :func:`~mstar.processing.sentences.sentences`)."""
-        texts = sentence_pieces(task.text, self.options.longest_piece)
+        texts = sentence_pieces(task.text, self._longest)
         return [replace(task, text=text) for text in texts] or (task,)
 
     # --- requests -------------------------------------------------------------------------------------------------

@@ -109,4 +109,5 @@ ORPHEUS = ModelSpec(
     deployment="mstar_tts.orpheus:deployments/orpheus.yaml",
     size=6_681_000_000,
     tiny="mstar_tts.orpheus.tiny:write_orpheus",
+    examples="mstar_tts.orpheus.tiny:draw",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor, nn
 
 from mstar.nn.config import DecoderConfig
 from mstar.patterns.causal_lm import CausalLMNode
+from mstar.testing import Example
 from mstar.testing.tiny_tokenizers import byte_level, write_folder
 from mstar.weights.names import WeightMap
+from mstar_tts.orpheus.spec import VOICES
 from mstar_tts.orpheus.tokens import FRAME, OrpheusTokens
 from mstar_tts.snac.config import SnacConfig
 from mstar_tts.snac.decoder import SnacDecoder
 
-__all__ = ["SNAC_CONFIG", "write_orpheus", "write_snac"]
+__all__ = ["SNAC_CONFIG", "draw", "write_orpheus", "write_snac"]
 
 SNAC_CONFIG: dict[str, Any] = {
     "sampling_rate": 24_000,
@@ -41,7 +44,7 @@ _CUSTOM_TOKENS = 12
 def write_orpheus(folder: Path) -> None:
     """Write a language model that keeps to the order of a frame's codes, and now and then ends, and a SNAC to
     *folder*."""
-    random = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     tokenizer, tokens = _tokenizer()
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -70,7 +73,7 @@ def write_orpheus(folder: Path) -> None:
     write_folder(folder, tokenizer, template=None, **config)
     with torch.device("meta"):
         lm = CausalLMNode(DecoderConfig.from_hf(config))
-    tensors = _drawn(lm, random)
+    tensors = _drawn(lm, generator)
     _in_order(tensors, tokens)
     save_file(tensors, folder / "model.safetensors")
     (folder / "snac").mkdir()
@@ -80,16 +83,25 @@ def write_orpheus(folder: Path) -> None:
 def write_snac(folder: Path, **changes: Any) -> None:
     """Write ``pytorch_model.bin`` and its config, with *changes*, to *folder*. Of the encoding half there is one tensor
     of each kind."""
-    random = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(11)
     config = {**SNAC_CONFIG, **changes}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
         decoder = SnacDecoder(SnacConfig.read(config))
-    tensors = _drawn(decoder, random)
+    tensors = _drawn(decoder, generator)
     tensors["encoder.block.0.bias"] = torch.zeros(config["encoder_dim"])
     for number in range(len(config["vq_strides"])):
         tensors[f"quantizer.quantizers.{number}.in_proj.bias"] = torch.zeros(config["codebook_dim"])
     torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def draw(key: str, rng: random.Random) -> Example:
+    """A few words, and enough tokens for a few frames of sound."""
+    words = rng.choices(("oh", "well", "<laugh>", "it", "is", "one", "small", "bird"), k=rng.randint(1, 6))
+    knobs: dict[str, Any] = {"max_tokens": rng.randint(4, 9) * FRAME, "min_tokens": 2 * FRAME}
+    if rng.random() < 0.5:
+        knobs["voice"] = rng.choice(VOICES)
+    return Example(" ".join(words) + " so.", knobs, tolerance=1e-4)
 
 
 def _tokenizer() -> tuple[Tokenizer, OrpheusTokens]:
@@ -105,7 +117,7 @@ def _tokenizer() -> tuple[Tokenizer, OrpheusTokens]:
     return tokenizer, tokens
 
 
-def _drawn(module: nn.Module, random: torch.Generator) -> dict[str, Tensor]:
+def _drawn(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
     """Values of a trained model's size under the published names."""
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     tensors = {}
@@ -113,16 +125,16 @@ def _drawn(module: nn.Module, random: torch.Generator) -> dict[str, Tensor]:
         shape = list(shapes[place.target])
         if place.rows is not None:
             shape[0] = place.rows
-        tensors[place.published] = _values(place.published, shape, random)
+        tensors[place.published] = _values(place.published, shape, generator)
     return tensors
 
 
-def _values(name: str, shape: list[int], random: torch.Generator) -> Tensor:
-    drawn = torch.randn(shape, generator=random)
+def _values(name: str, shape: list[int], generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(shape, generator=generator)
     if name.endswith(("norm.weight", "alpha")):
         return 1 + 0.2 * drawn
     if name.endswith("original0"):  # a weight norm's lengths
-        return 0.8 + 0.2 * drawn.abs()
+        return 0.5 + 0.1 * drawn.abs()
     if len(shape) == 1:
         return 0.1 * drawn
     return drawn if name.endswith(("embed_tokens.weight", "codebook.weight", "original1")) else drawn * shape[1] ** -0.5
