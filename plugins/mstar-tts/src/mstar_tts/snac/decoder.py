@@ -51,6 +51,17 @@ class _Quantizer(nn.Module):
         return F.embedding(codes, self.table).repeat_interleave(self.stride, 1)
 
 
+class _Quantizers(nn.Module):
+    def __init__(self, config: SnacConfig):
+        super().__init__()
+        self.quantizers = nn.ModuleList([_Quantizer(config, stride) for stride in config.strides])
+
+    def forward(self, codes: list[Tensor]) -> Tensor:
+        """Codes of each codebook, int64 ``[rows, n]``, to their sum ``[rows, latent, T]``."""
+        levels = [quantizer(level) for quantizer, level in zip(self.quantizers, codes, strict=True)]
+        return torch.stack(levels).sum(0).transpose(1, 2)
+
+
 class _Decoder(nn.Module):
     def __init__(self, config: SnacConfig):
         super().__init__()
@@ -71,18 +82,20 @@ class SnacDecoder(nn.Module):
     def __init__(self, config: SnacConfig):
         super().__init__()
         self.config, self.margins = config, margins(config)
-        self.quantizer = nn.Module()
-        self.quantizer.quantizers = nn.ModuleList([_Quantizer(config, stride) for stride in config.strides])
+        self.quantizer = _Quantizers(config)
         self.decoder = _Decoder(config)
         self.keys = [stream_key(0, "snac", str(block)) - (1 << 63) for block in range(len(config.rates))]
 
     def settle(self, dtype: torch.dtype) -> None:
         """Once the published weights are in: multiply the weight norms out, project the codebooks, and bring all to
         *dtype*."""
+        quantizers = []
         for module in list(self.modules()):
             if isinstance(module, Conv | Upsample | Snake):
                 module.settle(dtype)
-        for quantizer in self.quantizer.quantizers:
+            elif isinstance(module, _Quantizer):
+                quantizers.append(module)
+        for quantizer in quantizers:  # after their projections
             quantizer.settle(dtype)
 
     def forward(self, codes: list[Tensor], key: Tensor, offset: Tensor, first: Tensor, frames: int) -> Tensor:
@@ -93,8 +106,7 @@ class SnacDecoder(nn.Module):
         :return: float32 ``[rows, frames * frame_samples]``.
         """
         config = self.config
-        x = torch.stack([q(level) for q, level in zip(self.quantizer.quantizers, codes, strict=True)]).sum(0)
-        x = x.transpose(1, 2)
+        x = self.quantizer(codes)
         frames = min(frames, codes[0].shape[1])
         each = config.strides[0]  # samples of a frame at this stage's rate
         start = torch.zeros_like(first)  # of the signal within the window

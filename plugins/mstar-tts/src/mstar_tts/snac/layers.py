@@ -41,6 +41,7 @@ class _Normed(nn.Module):
     def settle(self, dtype: torch.dtype) -> None:
         """Once, after loading."""
         factors = self.parametrizations["weight"]
+        assert isinstance(factors, _Factors)
         weight = torch._weight_norm(factors.original1, factors.original0, 0)
         del self.parametrizations
         self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
