@@ -125,6 +125,8 @@ def test_a_part_of_a_window_is_what_it_is_in_the_whole(codec: Codec, folder: Pat
     part = decode(codec_of(folder, chunk_frames=(size,)), frames, KEYS, [1, 1, 1], left)
     wanted = torch.stack([row[at * SAMPLES : (at + size) * SAMPLES] for row, at in zip(whole, left, strict=True)])
     torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-6)
+    last = decode(codec_of(folder, chunk_frames=(size,)), frames, KEYS, [1, 1, 1], [8, 8, 8])  # one is left
+    torch.testing.assert_close(last[:, :SAMPLES], whole[:, -SAMPLES:], rtol=1e-4, atol=1e-6)
 
 
 def test_margins_are_what_a_sample_depends_on(codec: Codec) -> None:

@@ -99,7 +99,8 @@ class SnacDecoder(nn.Module):
             quantizer.settle(dtype)
 
     def forward(self, codes: list[Tensor], key: Tensor, offset: Tensor, first: Tensor, frames: int) -> Tensor:
-        """The sound of *frames* frames (fewer, if the windows have fewer) from frame *first* of each window.
+        """The sound of *frames* frames (fewer, if the windows have fewer) from frame *first* of each window. What is
+        beyond a window's end means nothing.
 
         :param codes: of each codebook, int64 ``[rows, codes]``, windows of one size. :param key: int64 ``[rows]``, of
             the noise. :param offset: int64 ``[rows]``, frames before the window. :param first: int64 ``[rows]``.
@@ -122,8 +123,8 @@ class SnacDecoder(nn.Module):
             x, start = _cropped(x, start, first * each - self.margins[stage], frames * each + 2 * self.margins[stage])
             each, start, stage = each * layer.rate, start * layer.rate, stage + 1
             x = layer(x, drawn)
-        x, _ = _cropped(torch.tanh(x), start, first * each, frames * each)
-        return x[:, 0].float()
+        places = (first * each - start)[:, None] + torch.arange(frames * each, device=x.device)
+        return torch.tanh(x[:, 0].gather(1, places.clamp(max=x.shape[2] - 1))).float()
 
 
 def _cropped(x: Tensor, start: Tensor, wanted: Tensor, length: int) -> tuple[Tensor, Tensor]:
