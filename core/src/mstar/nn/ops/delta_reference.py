@@ -34,10 +34,10 @@ def gated_delta_net(
     _, v_heads, key, value = state.pool.shape
     mixed = causal_conv(mixed, conv_weight, None, spans, window)
     keys = (mixed.shape[1] - v_heads * value) // 2
-    q, k, v = torch.split(mixed, (keys, keys, v_heads * value), 1)
     g, beta = gates(a, b, a_log, dt_bias)
-    q, k = q.unflatten(1, (-1, key)), k.unflatten(1, (-1, key))
-    return gated_delta_rule(q, k, v.unflatten(1, (v_heads, value)), g, beta, spans, state)
+    n, heads = mixed.shape[0], keys // key
+    q, k = mixed[:, :keys].view(n, heads, key), mixed[:, keys : 2 * keys].view(n, heads, key)
+    return gated_delta_rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
