@@ -1,4 +1,4 @@
-"""Four processes for all tests of this folder: starting them costs more than what they compute."""
+"""Processes for all tests of this folder: starting them costs more than what they compute."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from mstar.testing.ranks import Ranks
 
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as running:
+    with Ranks() as running:
         yield running

@@ -95,7 +95,9 @@ class Group:
     def _gathered(self, x: Tensor) -> Tensor:
         """``[size, …]``: *x* of all ranks."""
         parts = x.new_empty(self.size, *x.shape)
-        torch.distributed.all_gather_into_tensor(_bytes(parts), _bytes(x), group=self._talking())
+        # torch 2.13 has given it another name
+        gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+        gather(_bytes(parts), _bytes(x), group=self._talking())
         return parts
 
     def _talking(self) -> Any:
@@ -179,30 +181,38 @@ class World:
         self.device = device
         self.ordered = device.type == "cpu" if ordered is None else ordered
         self.symmetric_bytes = symmetric_bytes
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], Group | None] = {}
 
-    def mesh(self, ranks: Sequence[int], tp: int = 1, sp: int = 1) -> Mesh:
-        """The mesh of a node on *ranks*, in any order. All of them call it, in one order of nodes; others need not.
+    def mesh(self, ranks: Sequence[int], tp: int = 1, sp: int = 1) -> Mesh | None:
+        """The mesh of a node on *ranks*, in any order; ``None`` on a rank that is none of them. All ranks of the world
+        call it, for all nodes in one order: torch counts groups to name them.
 
         :raises SetupError: *ranks* are not ``tp × sp``.
         """
         if len(ranks) != tp * sp or len(set(ranks)) != len(ranks):
             raise SetupError(f"ranks {list(ranks)} are no mesh of tp={tp} × sp={sp}: it takes {tp * sp} different ones")
         ranks = sorted(ranks)
+        rows = [self._group(ranks[start : start + tp]) for start in range(0, len(ranks), tp)]
+        columns = [self._group(ranks[start::tp]) for start in range(tp)]
+        if self.rank not in ranks:
+            return None
         place = ranks.index(self.rank)
-        column, row = place % tp, place // tp
-        return Mesh(
-            self._group(ranks[row * tp : (row + 1) * tp]),
-            self._group(ranks[column::tp]),
-        )
+        row, column = rows[place // tp], columns[place % tp]
+        assert row is not None
+        assert column is not None
+        return Mesh(row, column)
 
-    def _group(self, members: Sequence[int]) -> Group:
+    def _group(self, members: Sequence[int]) -> Group | None:
+        """``None`` for those of others."""
         key = tuple(members)
         if len(key) == 1:
             return SINGLE.tp
         if key not in self._groups:
-            handle = torch.distributed.new_group(list(key), use_local_synchronization=True)
-            self._groups[key] = Group(key.index(self.rank), len(key), handle, self.ordered, self._reducer(handle))
+            handle = torch.distributed.new_group(list(key))
+            own = self.rank in key
+            self._groups[key] = (
+                Group(key.index(self.rank), len(key), handle, self.ordered, self._reducer(handle)) if own else None
+            )
         return self._groups[key]
 
     def _reducer(self, handle: Any) -> Reducer | None:
@@ -215,5 +225,6 @@ class World:
     def close(self) -> None:
         """Give the process groups back. Nothing may be computed in their meshes afterwards."""
         for group in self._groups.values():
-            torch.distributed.destroy_process_group(group.handle)
+            if group is not None:
+                torch.distributed.destroy_process_group(group.handle)
         self._groups.clear()

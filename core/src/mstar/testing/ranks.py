@@ -2,14 +2,15 @@
 
 ::
 
-    with Ranks(4) as ranks:
-        answers = ranks.run(compute, folder, tp=2)     # compute(world, folder, tp=2) on ranks 0 to 3, as a list
+    with Ranks() as ranks:
+        answers = ranks.run(2, compute, folder)     # compute(world, folder) on ranks 0 and 1, as a list
 
 Functions are found again by their file and name, so that those of test modules will do.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -36,28 +37,27 @@ class RankFailure(AssertionError):
 
 
 class Ranks:
-    """*count* processes, joined by gloo. They are started when they are first needed, and anew after a failure."""
+    """Worlds of any number of processes, joined by gloo. Each is started when it is first needed, and anew after a
+    failure."""
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mstar-ranks-")
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._worlds: dict[int, list[tuple[Any, Connection]]] = {}
         self._started = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None, **named: Any) -> list[Any]:
-        """``function(world, *args, **named)`` on the first *ranks* processes (default: all) at once; what it returned
-        on each. *world*: a :class:`mstar.nn.mesh.World`. Arguments and results are pickled.
+    def run(self, count: int, function: Callable[..., Any], *args: Any, **named: Any) -> list[Any]:
+        """``function(world, *args, **named)`` in *count* processes at once; what it returned in each. *world*: a
+        :class:`mstar.nn.mesh.World`. Arguments and results are pickled.
 
-        :raises RankFailure: it raised on one of them. The processes are ended then, and started anew for the next.
+        :raises RankFailure: it raised in one of them. The processes are ended then.
         """
-        if not self._processes:
-            self._start()
-        pipes = self._pipes[:ranks]
+        if count not in self._worlds:
+            self._worlds[count] = self._start(count)
+        pipes = [pipe for _, pipe in self._worlds[count]]
         for pipe in pipes:
-            pipe.send((inspect.getfile(function), function.__qualname__, args, named))
+            pipe.send((function.__module__, inspect.getfile(function), function.__qualname__, args, named))
         results: dict[int, Any] = {}
-        while len(results) < len(pipes):
+        while len(results) < count:
             for ready in wait([pipe for i, pipe in enumerate(pipes) if i not in results]):
                 number = pipes.index(ready)  # type: ignore[arg-type]
                 try:
@@ -65,12 +65,13 @@ class Ranks:
                 except EOFError:
                     fault = "the process ended"
                 if fault is not None:
-                    self._stop()
-                    raise RankFailure(f"rank {number} of {self.count}:\n{fault}")
-        return [results[number] for number in range(len(pipes))]
+                    self._stop(count)
+                    raise RankFailure(f"rank {number} of {count}:\n{fault}")
+        return [results[number] for number in range(count)]
 
     def close(self) -> None:
-        self._stop()
+        for count in list(self._worlds):
+            self._stop(count)
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
@@ -79,29 +80,29 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self, count: int) -> list[tuple[Any, Connection]]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["mstar.testing.drive", "mstar.nn.mesh"])  # torch is imported once, then
         self._started += 1
         meeting = str(Path(self._folder.name, f"store-{self._started}"))
-        for rank in range(self.count):
+        started = []
+        for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, meeting, rank, self.count), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, meeting, rank, count), daemon=True)
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            started.append((process, ours))
+        return started
 
-    def _stop(self) -> None:
-        for pipe in self._pipes:
+    def _stop(self, count: int) -> None:
+        members = self._worlds.pop(count)
+        for process, pipe in members:
             with suppress(OSError):
                 pipe.close()
-        for process in self._processes:
             process.terminate()
-        for process in self._processes:
+        for process, _ in members:
             process.join()
             process.close()
-        self._processes, self._pipes = [], []
 
 
 def _serve(pipe: Connection, meeting: str, rank: int, count: int) -> None:
@@ -121,12 +122,12 @@ def _serve(pipe: Connection, meeting: str, rank: int, count: int) -> None:
     world = World(torch.device("cpu"))
     while True:
         try:
-            file, name, args, named = pipe.recv()
+            module, file, name, args, named = pipe.recv()
         except EOFError:
             return
         answer: tuple[str | None, Any]
         try:
-            answer = (None, getattr(_module(file), name)(world, *args, **named))
+            answer = (None, getattr(_module(module, file), name)(world, *args, **named))
         except Exception:
             answer = (traceback.format_exc(), None)
         try:
@@ -136,11 +137,15 @@ def _serve(pipe: Connection, meeting: str, rank: int, count: int) -> None:
 
 
 @cache
-def _module(file: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_ranks_{Path(file).stem}", file)
+def _module(name: str, file: str) -> ModuleType:
+    """By its name, if that is how it can be had; else from its file, as test modules."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
