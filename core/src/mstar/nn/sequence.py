@@ -65,6 +65,7 @@ class SequenceShards:
         every: Tensor = self.group.all_gather(own, 1)
         return every.narrow(1, 0, self.lengths[part])
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """*attend* over the whole sequence. *q*, *k*, *v* ``[rows, tokens, heads, head_dim]``: this rank's tokens, all
         of the same heads. Returns such a tensor."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mstar.nn.mesh import Group
 
@@ -34,9 +35,9 @@ class Cut(NamedTuple):
     def whole(self) -> bool:
         return self.length == self.size and len(self.runs) == 1
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the part of a tensor that is *whole*."""
-        return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of the published tensor *whole*."""
+        return torch.cat([whole.narrow(self.dim, *run) for run in self.runs], self.dim)
 
     def unshape(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """Of the published tensor whose part is *part*."""

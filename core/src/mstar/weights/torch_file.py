@@ -42,7 +42,7 @@ class TorchCheckpoint:
         for name, destination, cut in plan:
             found = self._found[name]
             if cut is not None:
-                found = torch.cat([found.narrow(cut.dim, *run) for run in cut.runs], cut.dim)
+                found = cut.of(found)
             destination.copy_(found)
             done += found.nbytes
             progress(done)
