@@ -60,6 +60,8 @@ class GatedMLP(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads and rotary positions.
 
+    Under tensor parallelism a rank has some of the heads, and the resource has theirs.
+
     Keys and values live in the step's KV resource, whose view has ``attend_heads(layer, heads, q_heads, rotation,
     norms)`` for the packed ``[N, heads, head_dim]`` of queries, keys and values; sliding windows are the resource's,
     per layer.
@@ -67,10 +69,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.layer, self.head_dim = layer, config.head_dim
         self.qkv_proj = QKVLinear(config.hidden, config.heads, config.kv_heads, config.head_dim, config.qkv_bias)
-        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, config.o_bias)
+        self.heads, self.kv_heads = self.qkv_proj.heads, self.qkv_proj.kv_heads
+        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, config.o_bias, unit=config.head_dim)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 

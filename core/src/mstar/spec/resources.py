@@ -7,8 +7,10 @@ through ``mstar_resources``; a deployment file may override any field under ``re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from mstar.spec.errors import SetupError
 
 __all__ = [
     "CrossKV",
@@ -31,6 +33,23 @@ class ResourceSpec:
 
     kind: ClassVar[str] = ""
     rewinds: ClassVar[bool] = False
+
+    def divided(self, ranks: int) -> Self:
+        """What each of *ranks* ranks holds where tensor parallelism divides the nodes that use it: those of its heads.
+        By default all of it.
+
+        :raises SetupError: it cannot be divided so.
+        """
+        return self
+
+
+def _share(what: str, size: int, ranks: int, copied: bool = False) -> int:
+    """*size* of *what* among *ranks*; *copied*: several may have the same one, where there are fewer."""
+    if copied and ranks > size and ranks % size == 0:
+        return 1
+    if size % ranks:
+        raise SetupError(f"{size} {what} are not divided by tp={ranks}")
+    return size // ranks
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,13 @@ class PagedKV(ResourceSpec):
     windows: tuple[int | None, ...] = ()
     backend: str | None = None
 
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
+
 
 @dataclass(frozen=True)
 class CrossKV(ResourceSpec):
@@ -75,6 +101,13 @@ class CrossKV(ResourceSpec):
     slots: int | None = None
     dtype: str | None = None
     backend: str | None = None
+
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +130,13 @@ class WindowKV(ResourceSpec):
     dtype: str | None = None
     backend: str | None = None
 
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
+
 
 @dataclass(frozen=True)
 class RecurrentState(ResourceSpec):
@@ -115,6 +155,8 @@ class RecurrentState(ResourceSpec):
         memory that the slots leave allows.
     :param page: tokens of a page of the keys and values beside this state.
     :param checkpoint_pages: the most pages between two checkpoints of a prompt. Its steps end there.
+    :param heads: name → the dimension of its shape that tensor parallelism divides (heads, channels); all ranks hold
+        the whole of other tensors.
     """
 
     kind: ClassVar[str] = "recurrent_state"
@@ -125,6 +167,15 @@ class RecurrentState(ResourceSpec):
     checkpoints: int | None = 0
     page: int = 16
     checkpoint_pages: int = 128
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+    def divided(self, ranks: int) -> Self:
+        tensors = dict(self.tensors)
+        for name, dim in self.heads.items():
+            shape, dtype = tensors[name]
+            own = _share(f"items of state {name!r}", shape[dim], ranks)
+            tensors[name] = ((*shape[:dim], own, *shape[dim + 1 :]), dtype)
+        return replace(self, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -136,6 +187,13 @@ class RaggedAttention(ResourceSpec):
     kv_heads: int = 1
     head_dim: int = 64
     backend: str | None = None
+
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            heads=_share("heads", self.heads, ranks),
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build, compiles, runner_name
+from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.observers import Observers
@@ -56,11 +57,19 @@ class Worker:
     """One model on one rank. See :class:`mstar.cluster.base.Executor` for how it is driven.
 
     :param on_phase: told of loading progress. Construction returns when the model is ready.
+    :param meshes: of the nodes that this rank computes together with others. Workers of one mesh get the same requests
+        in the same order between the same steps, with a seed where they sample.
     """
 
-    def __init__(self, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None] = lambda _: None):
+    def __init__(
+        self,
+        config: WorkerConfig,
+        registry: Registry,
+        on_phase: Callable[[Phase], None] = lambda _: None,
+        meshes: Meshes | None = None,
+    ):
         deployment = config.deployment
-        built = build(config, registry, on_phase)
+        built = build(config, registry, on_phase, meshes)
         self.config = config
         self.observers = Observers(registry.plugins, *_OBSERVERS)
         self.plan, self.resources = built.plan, built.resources
