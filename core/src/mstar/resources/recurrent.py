@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -239,6 +239,10 @@ class RecurrentStateResource(SlotResource):
     def check(self, owners: Sequence[Owner]) -> None:
         super().check(owners)
         self._books.check(self.checkpoints.check())
+
+    def checkpoint_counts(self) -> Mapping[str, int] | None:
+        kept = self.checkpoints
+        return {"made": kept.made, "evicted": kept.evicted} if kept.most else None
 
     def device_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools.values())

@@ -180,7 +180,7 @@ class HybridNode(Node):
     def _recurrence(self, step: Step, spans: Spans, ids: Tensor, layer: int) -> Tensor:
         place = torch.arange(ids.shape[0], device=ids.device)
         terms = self._power(step.offsets[1:][spans.row_of] - 1 - place) * ids
-        state = step["state"].read("s", layer)[:, 0] * self._power(step.offsets.diff())
+        state: Tensor = step["state"].read("s", layer)[:, 0] * self._power(step.offsets.diff())
         state = state.index_add(0, spans.row_of, terms) % PRIME
         step["state"].write("s", state[:, None], layer)
         return state
