@@ -1,8 +1,9 @@
 """Gated delta nets on a GPU: the Triton kernels beside plain torch and, if it is installed, flash-linear-attention.
 
 First outputs and states of captured steps, replayed with other rows in other places, are compared with the recurrence
-in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own: decoding
-beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three minutes.
+in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own:
+decoding beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three
+minutes.
 
     python benchmarks/gpu_delta_rule.py --out gpu_delta_rule.json
     python benchmarks/gpu_delta_rule.py --check        # no timings
