@@ -19,7 +19,7 @@ from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import decode
 
 pytestmark = pytest.mark.usefixtures("loop")
-MINI = miniature("mini_hybrid")  # pages of 4 tokens, a checkpoint every 4 pages
+MINI = miniature("mini_hybrid")  # pages of 4 tokens, a checkpoint every 16 tokens
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ class RecurrentStateResource(SlotResource):
         self._books = StatePlaces(len(shapes), slots + 1, kept)
         self.checkpoints = Checkpoints(kept, spec.page, self._books)
         self._lineages: dict[Owner, Lineage] = {}
-        self._apart = spec.checkpoint_pages * spec.page
+        self._apart = max(spec.checkpoint_tokens // spec.page, 1) * spec.page
         self._pools = {
             key: torch.zeros(self._books.size, spec.layers, *shape, dtype=dtype, device=context.device)
             for key, (shape, dtype) in shapes.items()
@@ -257,7 +257,7 @@ class RecurrentStateResource(SlotResource):
 
 # --- what a declaration says ----------------------------------------------------------------------------------------
 def _check(name: str, spec: RecurrentState) -> None:
-    for field in ("layers", "page", "checkpoint_pages"):
+    for field in ("layers", "page", "checkpoint_tokens"):
         if getattr(spec, field) < 1:
             raise SetupError(f"resource {name!r}: {field}={getattr(spec, field)}; it must be 1 or more")
 

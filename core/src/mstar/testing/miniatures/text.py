@@ -222,7 +222,7 @@ class Hybrid(Chat):
             "window": ((3 * VOCAB, 3), "model"),
             "matrix": ((1, VOCAB, VOCAB), "state"),
         }
-        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_pages=4)
+        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_tokens=16)
         return {**super().resources(), "state": state}
 
     def build(self, node: str) -> Node:
