@@ -72,7 +72,9 @@ def mstar_cli(commands: Commands) -> None:
         plugins,
         run,
         serve,
+        simulate,
     )
 
-    for command in (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, completion):
+    every = (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, simulate, completion)
+    for command in every:
         command.register(commands)
