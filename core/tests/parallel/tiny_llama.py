@@ -41,6 +41,13 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 4},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -75,11 +82,10 @@ def write(folder: Path, config: Mapping[str, Any], model: type[Model]) -> Path:
 @dataclass
 class Answer:
     """What a rank says. *sums*: how often it added something up with others in a step;
-    *read*: bytes that it read from files while it was built."""
+    *pools*: bytes of each; *capacities*: their units."""
 
     tokens: list[list[int]]
     sums: int = 0
-    read: int = 0
     pools: dict[str, int] = field(default_factory=dict)
     capacities: dict[str, int] = field(default_factory=dict)
 
@@ -109,9 +115,7 @@ def answer(
     :param without: names of modules that contain it do not add their ranks' parts up.
     """
     mesh = SINGLE if world is None else everybody(world)
-    before = bytes_read()
     driver = Driver("tiny", registry(model), folder, {"lm": mesh} if "Hybrid" in model else {"llm": mesh})
-    read = bytes_read() - before
     (node,) = driver.worker.engine.nodes.values()
     if without is not None:
         break_sums(node, without)
@@ -131,7 +135,7 @@ def answer(
         del mesh.tp.all_reduce  # type: ignore[misc]
     pools = {name: resource.device_bytes() for name, resource in driver.worker.resources.items()}
     capacities = {name: resource.capacity() for name, resource in driver.worker.resources.items()}
-    return Answer(tokens, last, read, pools, capacities)
+    return Answer(tokens, last, pools, capacities)
 
 
 def everybody(world: World) -> Mesh:
@@ -155,9 +159,3 @@ def break_sums(node: nn.Module, name: str) -> None:
 class _Deaf(Group):
     def all_reduce(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return x
-
-
-def bytes_read() -> int:
-    """That this process has read from files so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("rchar")).split()[1])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mstar.nn import ops
 from mstar.nn.config import DecoderConfig
 from mstar.nn.linear import MergedLinear, QKVLinear, RowLinear, VocabEmbedding
+from mstar.nn.moe import MoE
 from mstar.nn.norm import RMSNorm
 from mstar.nn.rotary import Rotary, Rotation
 
@@ -105,7 +106,12 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
+        moe = config.moe
+        self.mlp: GatedMLP | MoE
+        if moe is not None and layer in moe.layers:
+            self.mlp = MoE(config.hidden, moe.intermediate, moe.experts, moe.active, moe.normalized)
+        else:
+            self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
 
     def forward(self, x: Tensor, delta: Tensor | None, rotation: Rotation, kv: Any) -> Tensor | None:
         """*x*: the stream ``[N, hidden]``; *delta*, which is still to be added, is added to it in place.

@@ -174,12 +174,12 @@ class World:
         symmetric memory (:mod:`mstar.nn.symmetric`); 0: none are.
     """
 
-    def __init__(self, device: torch.device, ordered: bool | None = None, symmetric_bytes: int = 0):
+    def __init__(self, device: torch.device, ordered: bool = True, symmetric_bytes: int = 0):
         if not torch.distributed.is_initialized():
             raise RuntimeError("torch.distributed has not been initialised in this process")
         self.rank: int = torch.distributed.get_rank()
         self.device = device
-        self.ordered = device.type == "cpu" if ordered is None else ordered
+        self.ordered = ordered
         self.symmetric_bytes = symmetric_bytes
         self._groups: dict[tuple[int, ...], Group | None] = {}
 

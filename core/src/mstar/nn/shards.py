@@ -46,8 +46,8 @@ class Cut(NamedTuple):
 
 class Part(NamedTuple):
     """Published tensor of module *module* (a sibling's name; ``""``: the layer's own) fills *rows* rows of a parameter
-    from *start* on; ``rows=None``: it is the whole parameter. *module* ``None``: these rows are 0, and published by
-    nobody. *cut*: the part of it that this rank has; ``None``: all."""
+    from *start* on; ``rows=None``: it is the whole parameter, 0: only other ranks have it. *module* ``None``: these
+    rows are 0, and published by nobody. *cut*: the part of it that this rank has; ``None``: all."""
 
     module: str | None
     start: int = 0

@@ -57,7 +57,7 @@ class WeightMap:
         their share.
 
         :param rename: the module's prefix → the published one, for trees published elsewhere; the longest match wins.
-            The names of tied parameters after the first are ignored in the checkpoint.
+            The names of tied parameters after the first are ignored in the checkpoint, and those of other ranks.
         """
         seen: set[int] = set()
         placements: list[Placement] = []
@@ -72,7 +72,9 @@ class WeightMap:
                     continue
                 seen.add(id(tensor))
                 for part in _parts(owner, name):
-                    if part.module is not None:
+                    if part.module is not None and part.rows == 0:
+                        aliases.append(re.escape(_published(_named(path, part.module, name), prefixes)))
+                    elif part.module is not None:
                         published = _published(_named(path, part.module, name), prefixes)
                         placements.append(Placement(published, target, part.start, part.rows, part.cut))
                     elif part.rows is not None:

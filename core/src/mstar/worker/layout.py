@@ -6,17 +6,24 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from mstar.nn.mesh import SINGLE, Mesh
+from mstar.nn.mesh import SINGLE, Mesh, World
 from mstar.nn.node import Node, says
 from mstar.nn.shards import layout_faults
+from mstar.spec.deployment import EngineOptions
 from mstar.spec.errors import SetupError, nearest
 from mstar.spec.graph import Graph
 from mstar.spec.resources import ResourceSpec
 
-__all__ = ["Meshes", "agreed_memory", "divided_resources", "mesh_faults"]
+__all__ = ["Meshes", "agreed_memory", "divided_resources", "mesh_faults", "open_world"]
 
 Meshes = Mapping[str, Mesh]
 """Node → the ranks that compute it; one that is not named is this rank's alone."""
+
+
+def open_world(device: torch.device, engine: EngineOptions) -> World:
+    """The ranks of this model, once ``torch.distributed`` has been initialised, adding up as *engine* says."""
+    ordered = device.type == "cpu" or engine.deterministic
+    return World(device, ordered, engine.symmetric_bytes)
 
 
 def mesh_faults(name: str, node: Node, mesh: Mesh) -> Iterator[str]:
