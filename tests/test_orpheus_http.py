@@ -24,9 +24,7 @@ from .serving import Server, serving
 
 RATE, FRAME, SAMPLES = 24_000, 7, 2048
 PIECES = {"longest_piece": 60}
-TEXT = (
-    "The cat sat on the mat. It saw a bird <laugh>, and the bird flew away over the hills, far from here! Was it?"
-)
+TEXT = "The cat sat on the mat. It saw a bird <laugh>, and the bird flew away over the hills, far from here! Was it?"
 LONG = {"min_tokens": 42, "max_tokens": 84}
 
 
