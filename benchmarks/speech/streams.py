@@ -173,10 +173,10 @@ def _figures(answers: Sequence[Heard]) -> dict[str, Any]:
     silences = [playback(heard) for heard in answers]
     span = max(heard.ended for heard in answers) - min(heard.asked for heard in answers)
     return {
-        "first_audio_ms": {k: 1e3 * v for k, v in percentiles([h.first_s for h in answers], (50, 95)).items()},
+        "first_audio_ms": percentiles([1e3 * heard.first_s for heard in answers], (50, 95)),
         "real_time_factor": percentiles([(h.ended - h.asked) / h.audio_s for h in answers], (50, 95)),
         "audio_s_per_s": math.fsum(heard.audio_s for heard in answers) / span,
         "gapless": sum(silence <= 1e-3 for silence in silences) / len(silences),
-        "late_ms": {k: 1e3 * v for k, v in percentiles(silences, (50, 95)).items()},
+        "late_ms": percentiles([1e3 * silence for silence in silences], (50, 95)),
         "span_s": span,
     }
