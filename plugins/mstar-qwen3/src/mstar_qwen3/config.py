@@ -21,9 +21,9 @@ _MODEL_TYPES = ("qwen3_5", _TEXT_ONLY)
 class TextConfig:
     """The language model's sizes.
 
-    :param kinds: of each layer. :param rope: frequencies. :param rotary_dims: of each head's *head_dim* elements, how many are rotated.
-    :param sections: of the *rotary_dims* / 2 frequencies, how many turn with time, height and width.
-    :param key_heads: of the gated DeltaNet; *value_heads* is a multiple of it. :param kernel: taps of its convolution.
+    :param kinds: of each layer. :param rope: frequencies of the *rotary_dims* of each head's *head_dim* elements that
+        are rotated. :param sections: of those frequencies, how many turn with time, height and width.
+    :param key_heads: of the gated delta net; *value_heads* is a multiple of it. :param kernel: taps of its convolution.
     :param state_dtype: of its matrix state, as the checkpoint has it.
     """
 

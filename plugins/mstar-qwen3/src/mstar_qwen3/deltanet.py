@@ -16,8 +16,9 @@ __all__ = ["GatedDeltaNet"]
 
 
 class GatedDeltaNet(nn.Module):
-    """A short causal convolution, and a matrix of *key_dim* × *value_dim* for each value head which forgets, and learns
-    what it did not predict, with each token. The published modules, but for the projections of the input, which are one.
+    """A short causal convolution, and a matrix of *key_dim* × *value_dim* for each value head that forgets with each
+    token and learns what it did not predict. The modules are the published ones, but for the projections of the input,
+    which are one.
 
     :param index: which of the layers with a state it is.
     """
