@@ -61,6 +61,14 @@ def test_a_stream_in_float32_keeps_its_precision(dtype: torch.dtype) -> None:
     close(got, reference.add_rms_norm(stream.clone(), None, weight.float(), 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norms_weight_in_float32_is_not_rounded(dtype: torch.dtype) -> None:
+    stream, weight = draw(5, 96, dtype=dtype), 1 + draw(96) / 300  # what bfloat16 has few values for
+    got = cuda.add_rms_norm(stream, None, weight, 1e-5, dtype)
+    assert got.dtype == dtype
+    close(got, reference.add_rms_norm(stream.float(), None, weight, 1e-5))
+
+
 def test_norms_of_other_shapes_go_to_the_reference() -> None:
     heads, weight = draw(3, 4, 16), draw(16)
     got = cuda.add_rms_norm(heads[:, 1:3], None, weight, 1e-5)
@@ -105,7 +113,7 @@ def exact_store(
     return reference.rotate_store(heads.float(), q_heads, cos.float(), sin.float(), wide, None, None, None)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [False, True, torch.float32])  # the last: weights in float32
 @pytest.mark.parametrize(
     ("rows", "q_heads", "kv_heads", "size", "dtype", "kept_as"),
     [
@@ -117,12 +125,13 @@ def exact_store(
     ],
 )
 def test_rotate_store(
-    normed: bool, rows: int, q_heads: int, kv_heads: int, size: int, dtype: torch.dtype, kept_as: torch.dtype
+    normed: object, rows: int, q_heads: int, kv_heads: int, size: int, dtype: torch.dtype, kept_as: torch.dtype
 ) -> None:
     count = q_heads + 2 * kv_heads
     heads = draw(rows, (count + 1) * size, dtype=dtype)[:, : count * size].view(rows, count, size)  # rows have gaps
     cos, sin = (each.to(DEVICE) for each in rotation(rows, size, dtype))
-    norms = HeadNorms(draw(size, dtype=dtype), draw(size + 1, dtype=dtype)[:size], 1e-5) if normed else None
+    kind = normed if isinstance(normed, torch.dtype) else dtype
+    norms = HeadNorms(draw(size, dtype=kind), draw(size + 1, dtype=kind)[:size], 1e-5) if normed else None
     want = exact_store(heads, q_heads, cos, sin, norms)
     places = torch.randperm(rows + 4, generator=torch.Generator().manual_seed(1))[:rows].to(DEVICE)
     keys, values = (draw(rows + 4, kv_heads * size, dtype=kept_as) for _ in range(2))

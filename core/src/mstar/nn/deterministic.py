@@ -11,12 +11,12 @@ from mstar.nn import ops
 from mstar.nn.decoder import Attention, DecoderLayer, DecoderStack, GatedMLP
 from mstar.nn.linear import Linear, VocabEmbedding
 from mstar.nn.node import Node
-from mstar.nn.norm import RMSNorm
+from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 from mstar.nn.rotary import Rotary
 
 __all__ = ["deterministic_faults", "prepare_deterministic"]
 
-_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, Linear, RMSNorm, Rotary, VocabEmbedding)
+_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, Rotary, VocabEmbedding)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
 
 

@@ -91,8 +91,9 @@ class TextProcessor(Processor):
     ``request.inputs``, ``request.sampling`` or ``request.params`` of what it returns. :meth:`renderer`, if other
     streams are to be rendered.
 
-    *Chats.* Knobs that the chat template reads (``enable_thinking``) are handed to it by name. Thoughts and calls of
-    tools are told apart from the text (:mod:`mstar.processing.channels`) where the template knows them.
+    *Chats.* Knobs that the chat template reads (``enable_thinking``) are handed to it by name, but for ``None``: then
+    the template's own default holds. Thoughts and calls of tools are told apart from the text
+    (:mod:`mstar.processing.channels`) where the template knows them.
 
     *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
     They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes. What the
@@ -221,10 +222,18 @@ class TextProcessor(Processor):
             raise RequestError("tools: this model's chat template does not know any", param="tools", code=_UNSUPPORTED)
         messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
         tools = task.tools if _usable(task) else ()
-        variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}
         return self.tokenizer.encode_chat(
-            messages, tools, add_generation_prompt=task.add_generation_prompt, trusted=self.trusted, **variables
+            messages,
+            tools,
+            add_generation_prompt=task.add_generation_prompt,
+            trusted=self.trusted,
+            **self._template_variables(task),
         )
+
+    def _template_variables(self, task: Task) -> dict[str, Any]:
+        """The knobs that the chat template reads. One that is ``None`` is not told, so that the template decides."""
+        reads = () if self.tokenizer.chat_template is None else self.tokenizer.chat_template.reads
+        return {name: value for name, value in task.knobs if name in reads and value is not None}
 
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -247,7 +256,9 @@ class TextProcessor(Processor):
             return []
         if self.tokenizer.chat_template is None:
             return self.tokenizer.encode(text)
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}], trusted=self.trusted)
+        return self.tokenizer.encode_chat(
+            [{"role": "user", "content": text}], trusted=self.trusted, **self._template_variables(task)
+        )
 
 
 def _usable(task: ChatTask) -> bool:

@@ -168,7 +168,7 @@ def norm_linear(
 ) -> Tensor | None:
     """``linear(rms_norm(x))`` ``[M, N]`` in one kernel, or ``None`` where there is none for these tensors.
 
-    :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``.
+    :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``, in the dtype of *x* or float32.
     """
     kernels = _linear(x)
     return None if kernels is None else kernels.norm_linear(x, norm, eps, weight, bias, deterministic)
@@ -201,13 +201,16 @@ def fused_edit(device: torch.device) -> Edit | None:
     return cuda_sampling.edit
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """Add *delta* to *residual* ``[N, size]`` in place and return ``residual / sqrt(mean(residual²) + eps) * weight``.
 
     :param residual: the model's dtype or float32. :param delta: the model's dtype, or ``None`` for nothing to add.
-    :returns: a new tensor in the dtype of *weight* ``[size]``.
+    :param dtype: of the result, where *weight* ``[size]`` is float32 and the model is not. Default: that of *weight*.
+    :returns: a new tensor, rounded once.
     """
-    return _ops(weight).add_rms_norm(residual, delta, weight, eps)  # type: ignore[no-any-return]
+    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

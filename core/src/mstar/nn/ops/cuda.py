@@ -61,14 +61,16 @@ def _add_rms_norm(
     tl.store(out + row * size + at, (x * scale * w).to(out.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    size = weight.shape[0]
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    size, dtype = weight.shape[0], dtype or weight.dtype
     known = _known(residual, weight) if delta is None else _known(residual, weight, delta)
     if residual.dim() != 2 or residual.stride(1) != 1 or not known or not weight.is_contiguous():
-        return reference.add_rms_norm(residual, delta, weight, eps)
+        return reference.add_rms_norm(residual, delta, weight, eps, dtype)
     if delta is not None and (delta.dim() != 2 or delta.stride(1) != 1):
         delta = delta.reshape(residual.shape).contiguous()
-    out = torch.empty_like(residual, dtype=weight.dtype, memory_format=torch.contiguous_format)
+    out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if rows := residual.shape[0]:
         added = residual if delta is None else delta
         block = _power(size)

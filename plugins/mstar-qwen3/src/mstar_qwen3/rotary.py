@@ -1,0 +1,61 @@
+"""Rotary positions over three axes, of a part of each head.
+
+Qwen3.5 rotates the first quarter of each head's elements, in pairs half of that quarter apart, and the pairs take turns
+between time, height and width (interleaved M-RoPE, Qwen3-VL). The runtime's kernels rotate whole heads, in pairs half a
+head apart. So heads are kept in another order (:func:`head_order`), in which Qwen3.5's pairs are half a head apart too,
+and the elements that are not rotated turn by an angle of 0. Queries and keys in the same order have the same products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mstar.nn.rotary import Rotation, attention_factor, inverse_frequencies
+from mstar_qwen3.config import TextConfig
+
+__all__ = ["PartialRotary", "head_order"]
+
+
+def head_order(head_dim: int, rotary_dims: int) -> Tensor:
+    """int64 ``[head_dim]``: the published place of each element of a head as it is kept."""
+    pairs, half = rotary_dims // 2, head_dim // 2
+    rest = torch.arange(rotary_dims, head_dim, device="cpu")
+    first, second = torch.arange(pairs, device="cpu"), torch.arange(pairs, rotary_dims, device="cpu")
+    return torch.cat((first, rest[: half - pairs], second, rest[half - pairs :]))
+
+
+class PartialRotary(nn.Module):
+    """Turns positions into a :class:`~mstar.nn.rotary.Rotation` of heads in :func:`head_order`, once a step."""
+
+    inverse: Tensor
+    axes: Tensor
+    scale: Tensor
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        self.config = config
+        for name, buffer in self.compute_buffers(None).items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def compute_buffers(self, device: torch.device | None) -> dict[str, Tensor]:
+        """What the loader fills in after a build on the meta device; each ``[head_dim]``.
+
+        ``inverse``: float32, radians per position, negated in the first half. ``axes``: int64, the axis whose position
+        counts. ``scale``: float32, of cosine and sine.
+        """
+        config = self.config
+        pairs, half = config.rotary_dims // 2, config.head_dim // 2
+        inverse, scale = torch.zeros(half, device="cpu"), torch.ones(half, device="cpu")
+        axes = torch.zeros(half, dtype=torch.int64, device="cpu")
+        inverse[:pairs] = inverse_frequencies(config.rotary_dims, config.rope)
+        scale[:pairs] = attention_factor(config.rope)
+        for axis in (1, 2):  # the first axis has what the others leave
+            axes[axis : 3 * config.sections[axis] : 3] = axis
+        found = {"inverse": torch.cat((-inverse, inverse)), "axes": axes.repeat(2), "scale": scale.repeat(2)}
+        return {name: buffer.to(device or torch.get_default_device()) for name, buffer in found.items()}
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """*positions*: integers ``[3, N]``; angles are computed in float32."""
+        angles = positions.t().index_select(1, self.axes).to(torch.float32).mul_(self.inverse).unsqueeze(1)
+        return Rotation((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
