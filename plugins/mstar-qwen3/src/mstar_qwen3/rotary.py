@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.nn import ops
-from mstar.nn.rotary import Rotation, inverse_frequencies
+from mstar.nn.rotary import Rotation, attention_factor, inverse_frequencies
 from mstar_qwen3.config import TextConfig
 
 __all__ = ["PartialRotary", "head_order"]
@@ -56,4 +56,9 @@ class PartialRotary(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """*positions*: integers ``[3, N]``."""
-        return Rotation(*ops.rotation(positions, self.inverse, 1.0, dtype, self.axes))
+        factor = attention_factor(self.config.rope)
+        if factor == 1.0:
+            return Rotation(*ops.rotation(positions, self.inverse, 1.0, dtype, self.axes))
+        cos, sin = ops.rotation(positions, self.inverse, factor, torch.float32, self.axes)
+        # what is not rotated is not made longer either
+        return Rotation(torch.where(self.inverse == 0, 1.0, cos).to(dtype), sin.to(dtype))
