@@ -86,6 +86,33 @@ def test_silu_mul(dtype: torch.dtype, rows: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 1100), (7, 101)])
+def test_sigmoid_mul(dtype: torch.dtype, rows: int, size: int) -> None:
+    x, gate = draw(rows, size + 3, dtype=dtype)[:, :size], draw(rows, size + 5, dtype=dtype, scale=4)[:, :size]
+    if rows:
+        gate[0, :5] = torch.tensor([0, 300, -300, 88, -88]).to(gate)
+    got = cuda.sigmoid_mul(x, gate)
+    assert got.dtype == dtype
+    exact = reference.sigmoid_mul(x.double(), gate.double())
+    torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_over_several_axes(dtype: torch.dtype) -> None:
+    inverse = torch.linspace(0.5, 0, 20).to(DEVICE)
+    axes = (torch.arange(20) % 3).to(DEVICE)
+    positions = torch.randint(0, 5000, (3, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for given in (positions, torch.cat((positions, positions), 1)[:, :7]):  # rows with gaps
+        got = cuda.rotation(given, inverse, 1.3, dtype, axes)
+        for mine, exact in zip(got, reference.rotation(positions, inverse, 1.3, torch.float32, axes), strict=True):
+            close(mine, exact)
+            assert mine.shape == (7, 1, 20)
+    for element in range(20):
+        alone = reference.rotation(positions[axes[element]], inverse[element : element + 1], 1.3, dtype)
+        assert torch.equal(alone[0][:, :, 0], reference.rotation(positions, inverse, 1.3, dtype, axes)[0][..., element])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_rotation(dtype: torch.dtype, size: int, scale: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from mstar.nn.rotary import Rotation
 from mstar.processing.pictures import Patcher
 from mstar.resources.attention.torch_sdpa import TorchAttention

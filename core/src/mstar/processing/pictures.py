@@ -128,7 +128,7 @@ class Patcher:
         if config.get("resample", 3) != int(Image.Resampling.BICUBIC):
             raise SetupError(f"the preprocessor's resample={config['resample']} is not supported: 3 (bicubic) is")
         size = config.get("size") or {}
-        found = {
+        found: dict[str, Any] = {
             "patch": config.get("patch_size"),
             "merge": config.get("merge_size"),
             "pair": config.get("temporal_patch_size"),

@@ -137,6 +137,15 @@ class Resource(abc.ABC):
         """Take over the state after *ids* (no longer than what :meth:`match` answered)."""
         raise NotImplementedError(f"{type(self).__name__} cannot skip")
 
+    def missed(self, owner: Owner, tokens: int) -> None:
+        """Another resource could have begun *owner*'s prompt behind its first *tokens* tokens, and this one could not.
+        A hint: the next prompt that begins so may come soon."""
+
+    def cut(self, owner: Owner, tokens: int) -> int:
+        """How many of the *tokens* that are left of a prompt the next step should take at most, so that it ends where
+        this resource would like to keep its state. By default all."""
+        return tokens
+
     # --- calls in pieces ----------------------------------------------------------------------------------------------
     def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
         """Which items of a call a step computes, from item *start* on, for entries that advance this resource and whose

@@ -103,13 +103,29 @@ class WindowKV(ResourceSpec):
 class RecurrentState(ResourceSpec):
     """Fixed-size tensors per context: conv windows, SSM and DeltaNet states, LSTM cells, codec state, latents.
 
-    :param tensors: name → (shape of one context's tensor, dtype name or ``"model"``). They start as zeros.
+    With *checkpoints* a prompt that begins like an earlier one goes on from that one's state. States are kept at
+    boundaries of pages: every so many pages of a prompt, at its last one, where an earlier prompt went another way, and
+    at the last one of an answer.
+
+    :param tensors: name → (shape of one context's tensor, dtype). They start as zeros. *dtype*: a torch dtype's name,
+        ``"model"``, or ``"state"`` for *state_dtype*.
+    :param layers: how many layers have these tensors, each its own.
     :param slots: contexts held; ``None`` = the concurrency cap.
+    :param state_dtype: ``"float32"``, or ``"bfloat16"`` for half the memory and traffic at some loss.
+    :param checkpoints: states kept; 0: no prompt is shared; ``None``: as many as contexts, as far as an eighth of the
+        memory that the slots leave allows.
+    :param page: tokens of a page of the keys and values beside this state.
+    :param checkpoint_pages: the most pages between two checkpoints of a prompt. Its steps end there.
     """
 
     kind: ClassVar[str] = "recurrent_state"
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     slots: int | None = None
+    layers: int = 1
+    state_dtype: str = "float32"
+    checkpoints: int | None = 0
+    page: int = 16
+    checkpoint_pages: int = 128
 
 
 @dataclass(frozen=True)

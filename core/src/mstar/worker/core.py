@@ -331,15 +331,19 @@ class Worker:
 
     def _offer(self, call: CallRun, now: float) -> None:
         request = call.run.request
+        tokens = call.remaining
+        if tokens > 1 and call.op.entry.prefix and (live := self._live_of(call)) is not None:
+            tokens = self.sharing.cut(live, call)
         call.item = Item(
             request.id,
             call.group,
-            max(-(-call.remaining // call.op.entry.step_items), 1),
+            max(-(-tokens // call.op.entry.step_items), 1),
             call.op.entry.chunk is not None,
             call.decode,
             call.run.deadline(call.partition.name, now),
             request.priority,
             call,
+            rest=call.remaining > tokens,
         )
         self.scheduler.ready(call.item)
 

@@ -58,4 +58,4 @@ class GatedAttention(nn.Module):
         heads = fused[:, : fused.shape[1] - width].unflatten(1, (-1, self.head_dim))
         norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         mixed: Tensor = kv.attend_heads(self.index, heads, self.heads, rotation, norms)
-        return self.o_proj.add_to(x, mixed.flatten(1) * fused[:, -width:].sigmoid())
+        return self.o_proj.add_to(x, ops.sigmoid_mul(mixed.flatten(1), fused[:, -width:]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.rotary import Rotation, attention_factor, inverse_frequencies
 from mstar_qwen3.config import TextConfig
 
@@ -30,7 +31,6 @@ class PartialRotary(nn.Module):
 
     inverse: Tensor
     axes: Tensor
-    scale: Tensor
 
     def __init__(self, config: TextConfig):
         super().__init__()
@@ -42,20 +42,23 @@ class PartialRotary(nn.Module):
         """What the loader fills in after a build on the meta device; each ``[head_dim]``.
 
         ``inverse``: float32, radians per position, negated in the first half. ``axes``: int64, the axis whose position
-        counts. ``scale``: float32, of cosine and sine.
+        counts.
         """
         config = self.config
         pairs, half = config.rotary_dims // 2, config.head_dim // 2
-        inverse, scale = torch.zeros(half, device="cpu"), torch.ones(half, device="cpu")
-        axes = torch.zeros(half, dtype=torch.int64, device="cpu")
+        inverse = torch.zeros(half, device="cpu")
         inverse[:pairs] = inverse_frequencies(config.rotary_dims, config.rope)
-        scale[:pairs] = attention_factor(config.rope)
+        axes = torch.zeros(half, dtype=torch.int64, device="cpu")
         for axis in (1, 2):  # the first axis has what the others leave
             axes[axis : 3 * config.sections[axis] : 3] = axis
-        found = {"inverse": torch.cat((-inverse, inverse)), "axes": axes.repeat(2), "scale": scale.repeat(2)}
+        found = {"inverse": torch.cat((-inverse, inverse)), "axes": axes.repeat(2)}
         return {name: buffer.to(device or torch.get_default_device()) for name, buffer in found.items()}
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """*positions*: integers ``[3, N]``; angles are computed in float32."""
-        angles = positions.t().index_select(1, self.axes).to(torch.float32).mul_(self.inverse).unsqueeze(1)
-        return Rotation((angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype))
+        """*positions*: integers ``[3, N]``."""
+        factor = attention_factor(self.config.rope)
+        if factor == 1.0:
+            return Rotation(*ops.rotation(positions, self.inverse, 1.0, dtype, self.axes))
+        cos, sin = ops.rotation(positions, self.inverse, factor, torch.float32, self.axes)
+        # what is not rotated is not made longer either
+        return Rotation(torch.where(self.inverse == 0, 1.0, cos).to(dtype), sin.to(dtype))

@@ -39,6 +39,7 @@ __all__ = [
     "rotate",
     "rotate_store",
     "rotation",
+    "sigmoid_mul",
     "silu_mul",
     "store_rows",
 ]
@@ -218,6 +219,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _ops(gate_up).silu_mul(gate_up)  # type: ignore[no-any-return]
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` ``[N, size]`` of two of that size and one dtype; rows of *gate* may have any stride."""
+    return _ops(x).sigmoid_mul(x, gate)  # type: ignore[no-any-return]
+
+
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first *turning* heads of *heads* ``[N, H, head_dim]``; see :class:`mstar.nn.rotary.Rotation`.
 
@@ -226,12 +232,15 @@ def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
     return _ops(heads).rotate(heads, turning, cos, sin)  # type: ignore[no-any-return]
 
 
-def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """*scale* × cosine and sine of ``positions × inverse``, computed in float32, as *dtype* ``[N, 1, size]``.
 
-    :param positions: integers ``[N]``. :param inverse: float32 ``[size]``, radians per position.
+    :param positions: integers ``[N]``, or with *axes* ``[A, N]``. :param inverse: float32 ``[size]``, radians per
+        position. :param axes: int64 ``[size]``, below A: whose position turns each element (multimodal rope).
     """
-    return _ops(inverse).rotation(positions, inverse, scale, dtype)  # type: ignore[no-any-return]
+    return _ops(inverse).rotation(positions, inverse, scale, dtype, axes)  # type: ignore[no-any-return]
 
 
 def rotate_store(

@@ -1,7 +1,7 @@
 """Gated delta nets: linear attention whose state is a matrix that forgets and is corrected.
 
-A head keeps a matrix ``S [K, V]``. A token decays it and writes its value under its key, less what the matrix holds there
-already::
+A head keeps a matrix ``S [K, V]``. A token decays it and writes its value under its key, less what the matrix holds
+there already::
 
     S ← exp(g) S;   S ← S + k ⊗ ((v − kᵀS) β);   o = qᵀS
 
@@ -15,9 +15,10 @@ would read changes (:mod:`mstar.resources.recurrent`). Each has a plain torch ve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ class StateSlots(NamedTuple):
     """Where the rows of a step have one tensor of their state.
 
     :param pool: ``[places, *shape]``, contiguous within a place. :param source: int64 ``[rows]``: the place of each
-        row's state. :param target: likewise, of its state after the step: never a place that some row of the step reads;
-        ``None``: it is not kept.
+        row's state. :param target: likewise, of its state after the step: never a place that some row of the step
+        reads; ``None``: it is not kept.
     """
 
     pool: Tensor
@@ -88,11 +89,19 @@ class Spans:
         return torch.cat((ends.new_zeros(1), ends))
 
 
+_F = TypeVar("_F", bound=Callable[..., Tensor])
+
+
+def _opaque(operation: _F) -> _F:
+    """*operation*, which the compiler does not look into."""
+    return torch.compiler.disable(operation)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _on(x: Tensor) -> ModuleType:
     return delta_reference
 
 
-@torch.compiler.disable
+@_opaque
 def gated_delta_net(
     mixed: Tensor,
     a: Tensor,
@@ -104,9 +113,10 @@ def gated_delta_net(
     window: StateSlots,
     state: StateSlots,
 ) -> Tensor:
-    """What a layer does between its input projections and its output norm, ``[N, v_heads, V]`` in the dtype of *mixed*:
-    a causal convolution with silu, queries and keys of length 1 (queries over ``sqrt(K)``), the gates ``β = sigmoid(b)``
-    and ``g = −exp(a_log) softplus(a + dt_bias)``, and the delta rule. Both states are written.
+    """What a layer does between its input projections and its output norm, ``[N, v_heads, V]`` in the dtype of *mixed*.
+
+    That is: a causal convolution with silu, queries and keys of length 1 (queries over ``sqrt(K)``), the gates
+    ``β = sigmoid(b)`` and ``g = −exp(a_log) softplus(a + dt_bias)``, and the delta rule. Both states are written.
 
     *mixed*, *a* and *b* may be columns of one wider tensor.
 
@@ -123,7 +133,7 @@ def gated_delta_net(
     )
 
 
-@torch.compiler.disable
+@_opaque
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, window: StateSlots) -> Tensor:
     """``silu`` of a causal depthwise convolution along each row, ``[N, channels]`` in the dtype of *x*.
 
@@ -133,7 +143,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, wi
     return _on(x).causal_conv(x, weight, bias, spans, window)  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable
+@_opaque
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, state: StateSlots
 ) -> Tensor:

@@ -34,10 +34,10 @@ def gated_delta_net(
     _, v_heads, key, value = state.pool.shape
     mixed = causal_conv(mixed, conv_weight, None, spans, window)
     keys = (mixed.shape[1] - v_heads * value) // 2
-    q, k, v = mixed.split((keys, keys, v_heads * value), 1)
     g, beta = gates(a, b, a_log, dt_bias)
-    q, k = q.unflatten(1, (-1, key)), k.unflatten(1, (-1, key))
-    return gated_delta_rule(q, k, v.unflatten(1, (v_heads, value)), g, beta, spans, state)
+    n, heads = mixed.shape[0], keys // key
+    q, k = mixed[:, :keys].view(n, heads, key), mixed[:, keys : 2 * keys].view(n, heads, key)
+    return gated_delta_rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, wi
     joined.index_copy_(0, heads.flatten(), before.flatten(0, 1).to(x.dtype))
     if window.target is not None:
         tails = (spans.offsets[1:] + row * shift)[:, None] + tap
-        after = joined.index_select(0, tails.flatten()).unflatten(0, (spans.rows, shift)).transpose(1, 2)
+        after = joined.index_select(0, tails.flatten()).view(spans.rows, shift, channels).transpose(1, 2)
         window.pool.index_copy_(0, window.target, after.to(window.pool.dtype))
     out = joined.index_select(0, tokens).float() * weight[:, -1].float()
     for back in range(1, width):
@@ -137,8 +137,8 @@ def _chunked(
     s: Tensor,
     rows: list[tuple[int, int, int]],
 ) -> None:
-    """The rows *rows* (number, first token, end), by chunks: what the tokens of a chunk are to each other for all chunks
-    at once, then the state through the chunks of each row, all rows abreast."""
+    """The rows *rows* (number, first token, end), by chunks: what the tokens of a chunk are to each other for all
+    chunks at once, then the state through the chunks of each row, all rows abreast."""
     from mstar.nn.ops.delta import CHUNK
 
     device = v.device

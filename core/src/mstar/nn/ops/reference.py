@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["HeadNorms", "add_rms_norm", "composed", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+__all__ = [
+    "HeadNorms",
+    "add_rms_norm",
+    "composed",
+    "rotate",
+    "rotate_store",
+    "rotation",
+    "sigmoid_mul",
+    "silu_mul",
+    "store_rows",
+]
 
 RotateStore = Callable[
     [Tensor, int, Tensor, Tensor, "HeadNorms | None", Tensor | None, Tensor | None, Tensor | None],
@@ -44,6 +54,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    return gate.sigmoid().mul_(x)
+
+
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
     x = heads[:, :turning]
     swapped = x.roll(x.shape[-1] // 2, -1)
@@ -56,8 +70,11 @@ def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tenso
     values.index_copy_(0, places, v.reshape(shape).to(values.dtype))
 
 
-def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(positions.to(torch.float32), inverse).unsqueeze(1)
+def rotation(
+    positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    places = positions.unsqueeze(1) if axes is None else positions.t().index_select(1, axes)
+    angles = (places.to(torch.float32) * inverse).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
         cos, sin = cos.mul_(scale), sin.mul_(scale)
