@@ -93,13 +93,13 @@ class _Merger(nn.Module):
 
     def __init__(self, config: VisionConfig):
         super().__init__()
-        inner = config.hidden * config.block
+        self.inner = config.hidden * config.block
         self.norm = nn.LayerNorm(config.hidden, eps=_EPS)
-        self.linear_fc1 = ColumnLinear(inner, inner, bias=True)
-        self.linear_fc2 = RowLinear(inner, config.width, bias=True)
+        self.linear_fc1 = ColumnLinear(self.inner, self.inner, bias=True)
+        self.linear_fc2 = RowLinear(self.inner, config.width, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x).view(-1, self.linear_fc1.weight.shape[1])
+        x = self.norm(x).view(-1, self.inner)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)))  # type: ignore[no-any-return]
 
 
