@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from mstar.spec.knobs import Finite, SamplingKnobs, TextOptions
+from mstar.spec.knobs import SamplingKnobs, TextOptions
 from mstar.spec.model import Frames, Licence, ModelSpec, WeightsRef
 
 __all__ = ["MODELS", "Qwen35Knobs", "Qwen35Options"]
@@ -13,8 +13,8 @@ __all__ = ["MODELS", "Qwen35Knobs", "Qwen35Options"]
 class Qwen35Knobs(SamplingKnobs):
     """The sampling knobs with the values that the authors recommend for thinking, and whether the model thinks."""
 
-    temperature: Finite = 1.0
-    top_p: Finite = 0.95
+    temperature: float = 1.0
+    top_p: float = 0.95
     top_k: int = 20
     enable_thinking: bool | None = Field(
         None, description="Think before the answer. Default: what the checkpoint's chat template does.", strict=True
@@ -32,8 +32,6 @@ class Qwen35Options(TextOptions):
 
 
 _LICENCE = Licence("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
-
-
 _SEES = ("text", "image", "video")
 
 
@@ -49,9 +47,11 @@ def _spec(key: str, name: str, revision: str, size: int, summary: str, inputs: t
         knobs=Qwen35Knobs,
         options=Qwen35Options,
         abilities=("chat", "completion", "generate"),
+        outputs=("text", "reasoning"),
         deployment=f"mstar_qwen3:deployments/{key}.yaml",
         size=size,
         tiny="mstar_qwen3.tiny:write",
+        examples="mstar_qwen3.examples:example",
         inputs=inputs,
         frames=Frames(fps=2.0, least=4, most=768),
     )
