@@ -245,6 +245,8 @@ class Worker:
 
     def _media_lookups(self) -> dict[str, int]:
         found = [pair for resource in self.resources.values() if (pair := resource.lookups()) is not None]
+        if not found:
+            return {}
         return {"embeddings": sum(asked for asked, _ in found), "hits": sum(hits for _, hits in found)}
 
     def close(self) -> None:
