@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mstar.testing import FamilyConformance
 
 

@@ -239,7 +239,7 @@ class _XmlCall(CallParser):
         return used, parts
 
     def _parameter(self, name: str, text: str) -> str:
-        schema = self._types.get(name)
+        schema: Any = self._types.get(name)
         value: Any = text
         if _is_string(schema):
             # a constraint lets blanks stand around a value; in a free text they may be meant
