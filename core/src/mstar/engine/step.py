@@ -130,7 +130,10 @@ def _gather_port(
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    data = _cast(gather_packed(values), port, dtype)
+    data = gather_packed(values)
+    if data.device != device:  # an input that stays on the host
+        data = to_device(data, device)
+    data = _cast(data, port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 
 

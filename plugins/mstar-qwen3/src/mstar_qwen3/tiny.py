@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mstar.processing.bpe_files import QWEN2_PATTERN
+from mstar_qwen3 import tiny_vision
 
 __all__ = ["TEMPLATE", "text_config", "text_tensors", "tokenizer", "write", "write_text"]
 
@@ -73,6 +74,7 @@ def write(folder: Path) -> None:
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
         "text_config": text_config(made, tied=True),
+        "vision_config": tiny_vision.config(HIDDEN),
         "tie_word_embeddings": True,
         **ids,
     }
@@ -80,6 +82,9 @@ def write(folder: Path) -> None:
     found = {
         name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text_tensors(made, True).items()
     }
+    found |= tiny_vision.tensors(HIDDEN)
+    for name, preprocessor in tiny_vision.preprocessors().items():
+        _write_json(folder / name, preprocessor)
     # the head that drafts several tokens, which nothing here reads
     found["mtp.fc.weight"] = torch.zeros(HIDDEN, 2 * HIDDEN)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
