@@ -25,7 +25,7 @@ class Checkpoint:
 
     places: Places
     length: int
-    moves: bool = False
+    moves: bool
     key: bytes | None = None
 
 
@@ -45,7 +45,7 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def make(self, slot: int, length: int, moves: bool = False) -> Checkpoint:
+    def make(self, slot: int, length: int, moves: bool) -> Checkpoint:
         """Keep the state of *slot*, which is that after *length* tokens."""
         while len(self._kept) >= self.most:
             self.drop(next(iter(self._kept)))
@@ -98,7 +98,7 @@ class Checkpoints:
 class Lineage:
     """One context's tokens, as far as they are known, and the checkpoints that are made on the way.
 
-    :ivar length: committed tokens. :ivar last: where the last checkpoint of its prompt is. :ivar branch: up to where
+    :ivar length: committed tokens. :ivar last: where its last checkpoint is. :ivar branch: up to where
         others hold what they need to go on with its prompt, beyond the longest checkpoint.
     """
 
@@ -116,14 +116,16 @@ class Lineage:
         self._chain.add(ids)
         self.length = self.last = len(ids)
 
-    def advance(self, slot: int, tokens: int, ids: Sequence[int] | None) -> None:
-        """*tokens* more are committed; their *ids* if they are known. *slot* has the state after them."""
+    def advance(self, slot: int, tokens: int, ids: Sequence[int] | None, complete: bool) -> None:
+        """*tokens* more are committed; their *ids* if they are known. *slot* has the state after them.
+
+        :param complete: they are the last of a prompt, or one of an answer: only the last checkpoint of those stays.
+        """
         known = ids is not None and self._chain.known == self.length
         self.length += tokens
         if self.length % self._store.page == 0:
-            self._waiting.append(self._store.make(slot, self.length, moves=tokens == 1))
-            if tokens > 1:
-                self.last = self.length
+            self._waiting.append(self._store.make(slot, self.length, moves=complete))
+            self.last = self.length
         if known and ids is not None:
             self.learn(ids)
 

@@ -208,7 +208,7 @@ class RecurrentStateResource(SlotResource):
         self._books.advance(slots, self._written(view))
         if self._lineages:
             for row, slot in zip(rows, slots, strict=True):
-                self._lineages[row.owner].advance(slot, row.length, row.ids)
+                self._lineages[row.owner].advance(slot, row.length, row.ids, row.complete)
 
     def _written(self, view: RecurrentStateView) -> npt.NDArray[np.bool_]:
         for name, layers in view.written.items():
@@ -256,8 +256,6 @@ def _check(name: str, spec: RecurrentState) -> None:
     for field in ("layers", "page", "checkpoint_pages"):
         if getattr(spec, field) < 1:
             raise SetupError(f"resource {name!r}: {field}={getattr(spec, field)}; it must be 1 or more")
-    if spec.checkpoints is not None and spec.checkpoints < 0:
-        raise SetupError(f"resource {name!r}: checkpoints={spec.checkpoints}; it must be 0 or more, or null")
 
 
 def _dtype(resource: str, spec: RecurrentState, name: str, context: ResourceContext) -> torch.dtype:

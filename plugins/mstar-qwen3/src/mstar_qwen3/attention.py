@@ -43,7 +43,7 @@ class GatedAttention(nn.Module):
         weight = self.qkv_proj.weight
         order = head_order(self.head_dim, self.rotary_dims).to(weight.device)
         rows = torch.arange(weight.shape[0], device=weight.device)
-        published, keys, values = rows.split(list(self.qkv_proj.parts.values()))
+        published, keys, values = torch.split(rows, list(self.qkv_proj.parts.values()))
         queries, gates = published.view(self.heads, 2, self.head_dim).unbind(1)
         keys = keys.view(self.kv_heads, self.head_dim)
         wanted = torch.cat((queries[:, order].flatten(), keys[:, order].flatten(), values, gates.flatten()))
@@ -55,7 +55,7 @@ class GatedAttention(nn.Module):
         """For the stream *x*; see :class:`mstar.nn.decoder.DecoderLayer`."""
         fused = self.qkv_proj.after(norm, x, delta)
         width = self.heads * self.head_dim
-        heads = fused[:, : fused.shape[1] - width].unflatten(1, (-1, self.head_dim))
+        heads = fused[:, : fused.shape[1] - width].view(fused.shape[0], -1, self.head_dim)
         norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         mixed: Tensor = kv.attend_heads(self.index, heads, self.heads, rotation, norms)
         return self.o_proj.add_to(x, ops.sigmoid_mul(mixed.flatten(1), fused[:, -width:]))

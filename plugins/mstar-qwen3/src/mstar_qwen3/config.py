@@ -215,4 +215,4 @@ def _sections(rope: Mapping[str, Any]) -> tuple[int, int, int]:
         raise SetupError(f"config.json: mrope_section is {list(sections)}; it must be three whole numbers")
     if not rope.get("mrope_interleaved", True):
         raise SetupError("config.json: mrope_interleaved is false, which is not supported; only true is")
-    return sections  # type: ignore[return-value]  # three, as was just checked
+    return sections

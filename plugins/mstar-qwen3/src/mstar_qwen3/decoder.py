@@ -96,7 +96,7 @@ class Qwen35Node(CausalLMNode):
 
     def __init__(self, config: TextConfig, dtype: torch.dtype):
         nn.Module.__init__(self)
-        self.model = Qwen35Stack(config, dtype)
+        self.model: Qwen35Stack = Qwen35Stack(config, dtype)  # type: ignore[assignment]  # of another kind
         self.lm_head = LMHead(config.hidden, config.vocab, tied=self.model.embed_tokens if config.tied else None)
 
     def embed(self, step: Step, ids: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class GatedDeltaNet(nn.Module):
         :param state: the step's view of the recurrent state, tensors ``conv`` and ``delta``.
         """
         fused = self.in_proj.after(norm, x, delta)
-        mixed, z, b, a = fused.split(list(self.in_proj.parts.values()), 1)
+        mixed, z, b, a = torch.split(fused, list(self.in_proj.parts.values()), 1)
         out = delta_ops.gated_delta_net(
             mixed,
             a,
@@ -59,7 +59,7 @@ class GatedDeltaNet(nn.Module):
             state.slots("conv", self.index),
             state.slots("delta", self.index),
         )
-        gate = z.unflatten(1, (self.heads, self.value_dim))
+        gate = z.view(z.shape[0], self.heads, self.value_dim)
         normed = delta_ops.gated_rms_norm(out, gate, self.norm.weight, self.norm.eps)
         return self.out_proj.add_to(x, normed.flatten(1))
 

@@ -19,6 +19,7 @@ from mstar.testing.miniatures.common import FPS, RATE, VOCAB, Example, Miniature
 __all__ = ["MINIATURES", "VOCAB"]
 
 PRIME = 97  # modulus of the hybrid's recurrence
+HYBRID_LAYERS = 2
 BLANK = 4  # the transducer's blanks: multiples of this
 STEPS_PER_CALL = 5
 TAPS = (1.0, 0.5, 0.25)  # the codec's filter, newest code first
@@ -57,14 +58,20 @@ def continue_sum(ids: list[int], count: int, extra: int = 0) -> list[int]:
 
 
 def hybrid_answer(ids: list[int], count: int) -> list[int]:
-    """Sum of the context plus the state of ``s ← 2s + id mod 97``."""
-    context, state, out = list(ids), 0, []
-    for token in ids:
-        state = (2 * state + token) % PRIME
+    """Sum of the context, plus in each layer, where ids are shifted by its number, the state of ``s ← 2s + id mod 97``
+    and the token that came after the last one when that came before."""
+    context, out = list(ids), []
     for _ in range(count):
-        out.append((sum(context) + state) % VOCAB)
+        token = sum(context)
+        for layer in range(HYBRID_LAYERS):
+            state, follower = 0, {}
+            shifted = [(each + layer) % VOCAB for each in context]
+            for before, each in zip([-1, *shifted], shifted, strict=False):
+                state = (2 * state + each) % PRIME
+                follower[before] = each
+            token += state + follower.get(shifted[-1], 0)
+        out.append(token % VOCAB)
         context.append(out[-1])
-        state = (2 * state + out[-1]) % PRIME
     return out
 
 
