@@ -70,8 +70,16 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
     assert _compile(cuda._add_rms_norm, same, "eps:fp32", added=True, **sizes)
     assert _compile(cuda._silu_mul, "gate_up:bf16 out:bf16", stride=512, size=256, block=256)
-    angles = _compile(cuda._rotation, "positions:i64 inverse:fp32 cos:bf16 sin:bf16", "scale:fp32", size=128, block=128)
-    assert "cos.approx" not in angles  # wrong beyond a few turns
+    gated: dict[str, Any] = {"stride": 256, "gate_stride": 768, "size": 256, "block": 256}
+    assert _compile(cuda._sigmoid_mul, "x:bf16 gate:bf16 out:bf16", **gated)
+    for several in (False, True):
+        angles = _compile(
+            cuda._rotation,
+            "positions:i64 inverse:fp32 axes:i64 cos:bf16 sin:bf16",
+            "scale:fp32 stride:i32",
+            **{"size": 128, "block": 128, "several": several},
+        )
+        assert "cos.approx" not in angles  # wrong beyond a few turns
     assert _compile(
         cuda._rotate_store,
         "heads:bf16 q:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 places:i64",

@@ -168,4 +168,6 @@ def test_a_default_voice_that_is_not_there_is_told(tmp_path: Path, caplog: pytes
         assert voices.default(there) == there
     assert not caplog.records
     assert voices.default("am_adm") == "af_alloy"
-    assert "'default_voice': there is no voice 'am_adm'; did you mean 'am_adam'?; 'af_alloy' speaks instead" in caplog.text
+    assert (
+        "'default_voice': there is no voice 'am_adm'; did you mean 'am_adam'?; 'af_alloy' speaks instead" in caplog.text
+    )

@@ -47,12 +47,14 @@ class Row:
 
     :param length: tokens (items of the packed inputs) in this step. :param complete: its call ends with this step.
     :param ids: the tokens' ids if the host knows them and the entry's chunk port holds integers.
+    :param start: items of its call that come before this step's.
     """
 
     owner: Owner
     length: int = 1
     complete: bool = True
     ids: Sequence[int] | None = None
+    start: int = 0
 
 
 class Usage(NamedTuple):
@@ -143,6 +145,19 @@ class Resource(abc.ABC):
         """How many of the *tokens* that are left of a prompt the next step should take at most, so that it ends where
         this resource would like to keep its state. By default all."""
         return tokens
+
+    # --- calls in pieces ----------------------------------------------------------------------------------------------
+    def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
+        """Which items of a call a step computes, from item *start* on, for entries that advance this resource and whose
+        items belong together in pieces (patches of a picture): how many are left out, because what they come to is
+        known, and how many follow that are computed, in whole pieces, no more than *most* unless the first piece is
+        larger. ``None``: any number, and none is left out."""
+        return None
+
+    def lookups(self) -> tuple[int, int] | None:
+        """Items whose results might have been known, over all requests, and those of them that were; ``None``: it keeps
+        no results."""
+        return None
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:

@@ -14,6 +14,7 @@ from mstar.spec.errors import SetupError
 
 __all__ = [
     "CrossKV",
+    "MediaEmbeddings",
     "PagedKV",
     "Positions",
     "RaggedAttention",
@@ -181,13 +182,45 @@ class RecurrentState(ResourceSpec):
 
 @dataclass(frozen=True)
 class RaggedAttention(ResourceSpec):
-    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers)."""
+    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers).
+
+    :param segments: name of a request input whose first column (integers ``[S]`` or ``[S, …]``) says how long the
+        consecutive segments of a call's items are; attention is then within these. Steps hold whole segments.
+    """
 
     kind: ClassVar[str] = "ragged_attention"
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 64
     backend: str | None = None
+    segments: str | None = None
+
+
+@dataclass(frozen=True)
+class MediaEmbeddings(ResourceSpec):
+    """What an encoder makes of pictures, sounds or frames, kept by their content: an entry that advances it writes, and
+    one that lists it as ``frozen`` finds it in the place of its prompt's media. What nobody needs any more stays for
+    others that bring the same, until the room is needed.
+
+    Media are *pieces*, each encoded by itself: an image, the frames that an encoder looks at together. A request that
+    has some brings input *pieces*, int64 ``[S, 4]``: of each, in the order of the prompt, its items at the encoder
+    (patches), its embeddings, and two words of a digest of its content. In its *prompt*, int64 ``[T]``, there is a
+    negative id for each embedding. Ids that are made from the digest keep prompts with other media apart in a prefix
+    cache.
+
+    :param width: of an embedding. :param items: items at the encoder that become one embedding.
+    :param tokens: embeddings held in all; :param max_tokens: of one request.
+    :param cache: keep what no request needs any more.
+    """
+
+    kind: ClassVar[str] = "media_embeddings"
+    width: int = 1
+    items: int = 1
+    tokens: int = 65536
+    max_tokens: int = 32768
+    pieces: str = "pieces"
+    prompt: str = "prompt"
+    cache: bool = True
 
     def divided(self, ranks: int) -> Self:
         return replace(

@@ -122,6 +122,8 @@ _ENTRIES = (
     _worker("mstar_checkpoints_evicted_total", "counter", "Those that made room for others.", "pool"),
     _worker("mstar_prefix_cache_tokens_total", "counter", "Tokens of prompts that were looked up in the prefix cache."),
     _worker("mstar_prefix_cache_hit_tokens_total", "counter", "Those of them that were found."),
+    _worker("mstar_media_embeddings_total", "counter", "Embeddings of pictures and frames that requests brought."),
+    _worker("mstar_media_embedding_hits_total", "counter", "Those of them that were known by their content."),
     _worker("mstar_memory_bytes", "gauge",
             "Memory: resident (the process); on a GPU allocated and reserved by the worker, used by everyone, total.",
             "kind"),

@@ -165,6 +165,8 @@ def _worker(families: _Families, model: str, status: Mapping[str, Any]) -> None:
         "mstar_worker_sessions": status.get("sessions"),
         "mstar_prefix_cache_tokens_total": status.get("prefix", {}).get("tokens"),
         "mstar_prefix_cache_hit_tokens_total": status.get("prefix", {}).get("hits"),
+        "mstar_media_embeddings_total": status.get("media", {}).get("embeddings"),
+        "mstar_media_embedding_hits_total": status.get("media", {}).get("hits"),
     }
     for name, value in plain.items():
         if isinstance(value, int | float):
