@@ -5,7 +5,7 @@ Each process knows the ids of its share of the vocabulary only: an answer is rig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,59 +13,65 @@ import torch
 from torch import Tensor
 
 import mstar
-from mstar.nn.mesh import ProcessMesh
+from mstar.nn.mesh import current_mesh
 from mstar.nn.node import Node, Step
 from mstar.spec.model import ModelSpec
+from mstar.spec.resources import PagedKV, ResourceSpec
 from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import VOCAB, encode
 from mstar.testing.miniatures.speech import Tts
-from mstar.testing.miniatures.text import Chat, one_hot, token_logits
+from mstar.testing.miniatures.text import KV, Chat, one_hot, token_logits
 
 POISON, SPLITTER = encode("KL")
 """So many of the one in a step that no process can take, and of the other that the last process cannot."""
 MANY = 12
+HEADS = 4
 
 
 class ShardedSum(Node):
-    def __init__(self, mesh: ProcessMesh):
+    """Each head holds the ids of its share of the vocabulary; a process has its share of the heads."""
+
+    tensor_parallel = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.mesh = mesh
-        share = -(-VOCAB // mesh.tp)
-        mine = torch.zeros(VOCAB)
-        mine[mesh.tp_rank * share : (mesh.tp_rank + 1) * share] = 1
-        self.register_buffer("ids", mine * torch.arange(VOCAB))
+        self.group = current_mesh().tp
+        share, heads = VOCAB // HEADS, HEADS // self.group.size
+        own = torch.arange(VOCAB).view(HEADS, share)[self.group.rank * heads :][:heads]
+        mine = torch.zeros(heads, VOCAB)
+        for head, ids in enumerate(own):
+            mine[head, ids] = 1
+        self.register_buffer("mine", mine)
 
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
         if (ids == POISON).sum() >= MANY:
             raise ValueError("poison")
-        if self.mesh.tp_rank == self.mesh.tp - 1 and (ids == SPLITTER).sum() >= MANY:
+        if self.group.rank == self.group.size - 1 > 0 and (ids == SPLITTER).sum() >= MANY:
             raise ValueError("only here")
-        value = one_hot(ids, step.dtype)
-        mean = step["kv"].attend(0, torch.zeros_like(value), torch.zeros_like(value), value)[:, 0]
-        counts = torch.round(mean.float() * (step["positions"].positions + 1)[:, None])
-        sums = counts @ self.ids
-        if self.mesh.tp_group is not None:
-            torch.distributed.all_reduce(sums, group=self.mesh.tp_group)
+        value = one_hot(ids, step.dtype) * self.mine
+        mean = step["kv"].attend(0, torch.zeros_like(value), torch.zeros_like(value), value)
+        counts = torch.round(mean.float() * (step["positions"].positions + 1)[:, None, None])
+        sums = self.group.all_reduce(counts.sum(1) @ torch.arange(VOCAB, dtype=torch.float32))
         token = (sums.long() + step["positions"].positions + 1) % VOCAB
         return {"token": step["sampler"].sample(token_logits(token[step.last]))}
 
 
 class ShardedChat(Chat):
-    def build(self, node: str) -> Node:
-        return ShardedSum(self.context.mesh(node))
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        return {**super().resources(), "kv": replace(KV, kv_heads=HEADS, query_heads=HEADS)}
 
-    def parallel_faults(self, node: str, tp: int, sp: int) -> Iterator[str]:
-        if sp > 1:
-            yield f"node {node!r} has no sequence to share"
+    def build(self, node: str) -> Node:
+        return ShardedSum()
 
 
 class ShardedTts(Tts):
-    def build(self, node: str) -> Node:
-        return ShardedSum(self.context.mesh(node)) if node == "lm" else super().build(node)
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        kv = super().resources()["kv"]
+        assert isinstance(kv, PagedKV)
+        return {**super().resources(), "kv": replace(kv, kv_heads=HEADS, query_heads=HEADS)}
 
-    def parallel_faults(self, node: str, tp: int, sp: int) -> Iterator[str]:
-        if node != "lm":
-            yield f"node {node!r} runs in one process"
+    def build(self, node: str) -> Node:
+        return ShardedSum() if node == "lm" else super().build(node)
 
 
 @mstar.hookimpl

@@ -217,6 +217,8 @@ class Engine:
         for node in plan.graph.nodes:
             if node.graph_rows and node.name in self.nodes:
                 self.runner.fill_to(node.name, node.graph_rows)
+            if node.graph_items is not None and node.name in self.nodes:
+                self.runner.items_to(node.name, node.graph_items)
         sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
@@ -250,12 +252,12 @@ class Engine:
         call, ids = w.call, _ids(w)
         w.known = ids is not None
         if w.tokens != 1 or not w.complete:
-            return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids) for resource in used])
+            return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids, w.start) for resource in used])
         rows: tuple[Row, ...] | None = call.run.rows.get(call.op)
         if rows is None:
             rows = call.run.rows[call.op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
         for row in rows:
-            row.ids = ids
+            row.ids, row.start = ids, w.start
         return rows
 
     # --- land ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from mstar.nn.mesh import SINGLE, ProcessMesh
 from mstar.nn.node import Node
 from mstar.spec.graph import Graph
 from mstar.spec.knobs import Knobs
@@ -32,19 +31,12 @@ class BuildContext:
                 def __init__(self, context: BuildContext):
                     super().__init__(context)
                     self.window = context.options.window
-
-    :param meshes: node → the processes that run it together, for nodes that more than one process runs.
     """
 
     weights: Path | None
     dtype: torch.dtype
     device: torch.device
     options: Any = field(default_factory=Knobs)
-    meshes: Mapping[str, ProcessMesh] = field(default_factory=dict)
-
-    def mesh(self, node: str) -> ProcessMesh:
-        """The processes that run *node* together; one, by default."""
-        return self.meshes.get(node, SINGLE)
 
 
 @dataclass(frozen=True)

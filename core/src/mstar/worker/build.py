@@ -19,7 +19,7 @@ from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
-from mstar.nn.mesh import ProcessMesh
+from mstar.nn.mesh import SINGLE, building
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -32,10 +32,11 @@ from mstar.spec.graph import Graph, NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
-from mstar.spec.placement import Layout, layout_of, placement_faults, ranks_of, users_of
+from mstar.spec.placement import Layout, Seat, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.deterministic import option_faults
 from mstar.worker.groups import join_meshes
+from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
 from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
@@ -78,12 +79,18 @@ class Built:
     dtype: torch.dtype
 
 
-def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+def build(
+    config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes | None = None
+) -> Built:
     """Everything that a worker of *config* needs: of a layout with several ranks, the nodes of its own rank and the
-    pools that these use. Raises :class:`SetupError` with what to change, also when the family's own code raises."""
+    pools that these use. Raises :class:`SetupError` with what to change, also when the family's own code raises.
+
+    :param meshes: of the nodes that this rank computes together with others, of which it gets its share; by default
+        those of the deployment's placement.
+    """
     spec = registry.model(config.key)
     try:
-        return _build(config, spec, registry, on_phase)
+        return _build(config, spec, registry, on_phase, meshes or {})
     except MstarError:
         raise
     except Exception as error:
@@ -94,7 +101,9 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
         raise fault from error
 
 
-def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+def _build(
+    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes
+) -> Built:
     deployment = config.deployment
     device = rank_device(config)
     dtype = pick_dtype(deployment.dtype, device)
@@ -105,14 +114,12 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    if faults := [*faults, *layout_faults(deployment, model, graph)]:
+    if faults := [*faults, *layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
-    meshes = join_meshes(layout, config.rank, device, config.meeting)
-    if meshes:  # what a model declares may depend on its share
-        model = make_model(spec, weights, deployment, device, dtype, meshes)
-        declared, _ = declared_resources(model, deployment)
+    meshes = meshes or join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
+    declared = divided_resources(declared, graph, meshes)
     mine = layout.nodes_of(config.rank)
     users = users_of(graph)
     declared = {name: found for name, found in declared.items() if not users.get(name) or set(users[name]) & set(mine)}
@@ -122,7 +129,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         faults += compile_faults(device, deterministic)
     if faults:
         raise DeploymentError(faults, config.places)
-    nodes, weights_bytes = _load_nodes(model, plan, mine, weights, device, dtype, on_phase, deployment.engine)
+    nodes, weights_bytes = _load_nodes(model, plan, mine, weights, device, dtype, on_phase, deployment.engine, meshes)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
@@ -133,11 +140,10 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         registry,
         stage,
         dtype,
-        free=free_memory(device) // (ranks_on_device(deployment) if device.type == "cpu" else 1),
+        free=_free(deployment, device, meshes),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
         vocabulary=partial(vocabulary_of, model, weights),
-        meshes={name: meshes[users[name][0]] for name in declared if users.get(name) and users[name][0] in meshes},
     )
     made = {
         name: memory.make(name, partial(make_resource, name, declared[name], registry=registry))
@@ -174,11 +180,10 @@ def make_model(
     deployment: Deployment,
     device: torch.device,
     dtype: torch.dtype,
-    meshes: Mapping[str, ProcessMesh] | None = None,
 ) -> Model:
     """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
     options = read_options(spec.options, deployment.model_kwargs)
-    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options, meshes or {}))
+    model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options))
     return model
 
 
@@ -211,6 +216,13 @@ def _threads(deployment: Deployment) -> int | None:
     """CPU threads of one worker: as the deployment says, else all cores, which the ranks share."""
     ranks, threads = ranks_on_device(deployment), deployment.engine.threads
     return threads if threads is not None or ranks == 1 else max(1, torch.get_num_threads() // ranks)
+
+
+def _free(deployment: Deployment, device: torch.device, meshes: Meshes) -> int:
+    """Bytes that this rank may plan with. Ranks on CPUs share what their machine has."""
+    if any(mesh.size > 1 for mesh in meshes.values()):
+        return agreed_memory(free_memory, device, meshes)
+    return free_memory(device) // (ranks_on_device(deployment) if device.type == "cpu" else 1)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -269,15 +281,16 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
     return declared, faults
 
 
-def layout_faults(deployment: Deployment, model: Model, graph: Graph) -> Iterator[tuple[str, str]]:
-    """What cannot be of *deployment*'s placement for a *model* with *graph*."""
+def layout_faults(
+    deployment: Deployment, graph: Graph, declared: Mapping[str, ResourceSpec], type_of: Callable[[ResourceSpec], Any]
+) -> Iterator[tuple[str, str]]:
+    """What cannot be of *deployment*'s placement for a model with *graph*. *type_of*: the class of a resource."""
     yield from placement_faults(deployment.placement, graph)
-    divisible = getattr(model, "parallel_faults", _in_one_process)
-    for node in graph.nodes:
-        place = deployment.placement.get(node.name)
-        if place is not None and place.tp * place.sp > 1:
-            for fault in divisible(node.name, place.tp, place.sp):
-                yield f"placement.{node.name}", fault
+    for name, users in users_of(graph).items():
+        if name in declared and type_of(declared[name]).portion is not Resource.portion:
+            for node in users:
+                if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
+                    yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
     ranks, name = ranks_on_device(deployment), deployment.executor
     if ranks == 1:
         return
@@ -287,10 +300,6 @@ def layout_faults(deployment: Deployment, model: Model, graph: Graph) -> Iterato
         yield "device", f"{deployment.device!r} is one device for {ranks} ranks; use 'cuda': rank N takes cuda:N"
     if deployment.engine.trace is not None:
         yield "engine.trace", "a timeline shows one rank; leave it out where the layout has several"
-
-
-def _in_one_process(node: str, tp: int, sp: int) -> Iterator[str]:
-    yield f"node {node!r} runs in one process: its model divides none of its layers"
 
 
 def ranks_on_device(deployment: Deployment) -> int:
@@ -310,7 +319,6 @@ def memory_plan(
     weights_bytes: int = 0,
     reserve_bytes: int = 0,
     vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
-    meshes: Mapping[str, ProcessMesh] | None = None,
 ) -> MemoryPlan:
     """The :class:`~mstar.worker.memory.MemoryPlan` of a model, with the backends that are installed."""
     backends: list[Any] = [backend() for backend in registry.attention_backends().values()]
@@ -325,7 +333,6 @@ def memory_plan(
         weights_bytes=weights_bytes,
         reserve_bytes=reserve_bytes,
         vocabulary=vocabulary,
-        meshes=meshes,
     )
 
 
@@ -367,12 +374,19 @@ def _load_nodes(
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
     engine: EngineOptions,
+    meshes: Meshes,
 ) -> tuple[dict[str, Node], int]:
     """The nodes that are *mine*, and the bytes of their weights as loaded."""
-    maps = {name: model.weights(name) for name in mine}
-    nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
+    maps, nodes = {}, {}
+    for name in mine:
+        with building(meshes.get(name, SINGLE)):
+            maps[name] = model.weights(name)
+            nodes[name] = _build_node(model, name, on_meta=maps[name] is not None)
     for fault in chain.from_iterable(node_faults(plan.graph.node(name), node) for name, node in nodes.items()):
         raise SetupError(fault)
+    found_faults = [*chain.from_iterable(mesh_faults(name, nodes[name], mesh) for name, mesh in meshes.items())]
+    if found_faults:
+        raise SetupError("\n  ".join(found_faults))
     told = engine.deterministic and device.type == "cuda"  # elsewhere the operations are what they are anyway
     if told and (refused := [fault for name, node in nodes.items() for fault in deterministic_faults(name, node)]):
         raise SetupError("engine.deterministic: " + "\n  ".join(refused))

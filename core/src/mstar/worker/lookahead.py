@@ -37,6 +37,8 @@ class LookAhead:
     """What a worker has foreseen.
 
     :param offer: tells the scheduler of a ready call. :param live_of: a call's request, ``None`` if it has ended.
+    :param share: makes of a call and of the tokens that a step has for it its share of the step, or ``None`` if it gets
+        none; told whether it would be the step's first.
     :param ranks: the other ranks, some of which may be busy; those that run a step with this one retract it too.
     """
 
@@ -46,11 +48,13 @@ class LookAhead:
         scheduler: Scheduler,
         offer: Callable[[CallRun, float], None],
         live_of: Callable[[CallRun], Live | None],
+        share: Callable[[CallRun, int, bool], Work | None],
         ranks: Ranks | None = None,
     ):
         self._ranks = ranks
         self._may_run = None if ranks is None else ranks.may_run_here
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
+        self._share = share
         self._foreseeable: dict[CallOp, bool] = {}
         self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
 
@@ -70,10 +74,15 @@ class LookAhead:
         return self._chosen(now, self._ranks.may_run_elsewhere)
 
     def _chosen(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None) -> list[Work]:
-        batch = self._scheduler.next(now, may_run)
-        if batch is None:
-            return []
-        return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
+        while (batch := self._scheduler.next(now, may_run)) is not None:
+            work: list[Work] = []
+            for item, tokens in zip(batch.items, batch.tokens, strict=True):
+                share = self._share(item.payload, tokens, not work)
+                if share is not None:
+                    work.append(share)
+            if work:
+                return work
+        return []
 
     def foresee(self, flights: Sequence[Flight]) -> None:
         """Make ready what will follow the calls of *flights*, which still run."""
@@ -131,8 +140,3 @@ class LookAhead:
 
     def clear(self) -> None:
         self._cohort.clear()
-
-
-def _work(call: CallRun, tokens: int) -> Work:
-    tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
-    return Work(call, call.done, tokens, call.done + tokens >= call.length)

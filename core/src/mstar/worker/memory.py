@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from mstar.graph.program import Plan
-from mstar.nn.mesh import SINGLE, ProcessMesh
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.slotted import SlotResource
@@ -48,7 +47,7 @@ class MemoryPlan:
     :param free: bytes free once the weights are there; ``None``: not known, nothing is refused.
     :param weights_bytes: what the weights take, to be told beside the rest.
     :param reserve_bytes: of *free*, for what is allocated after the pools: graphs, workspaces.
-    :param vocabulary: of a resource; see :class:`~mstar.resources.base.ResourceContext`. :param meshes: likewise.
+    :param vocabulary: of a resource; see :class:`~mstar.resources.base.ResourceContext`.
     """
 
     def __init__(
@@ -64,9 +63,7 @@ class MemoryPlan:
         weights_bytes: int = 0,
         reserve_bytes: int = 0,
         vocabulary: Callable[[str], Callable[[], Sequence[bytes]] | None] = lambda name: None,
-        meshes: Mapping[str, ProcessMesh] | None = None,
     ):
-        self._meshes = meshes or {}
         self._vocabulary = vocabulary
         self._declared, self._plan, self._deployment = declared, plan, deployment
         self._stage, self._dtype, self._backends = stage, dtype, backends
@@ -107,7 +104,6 @@ class MemoryPlan:
             self._deployment.engine.deterministic,
             self._vocabulary(name),
             stage=self._stage,
-            mesh=self._meshes.get(name, SINGLE),
         )
 
     def _contexts(self, name: str) -> int:
@@ -170,7 +166,7 @@ class MemoryPlan:
         slots = {name: float(error.slot_bytes)}
         for other, pool in self._pools.items():
             if isinstance(pool, SlotResource):
-                slots[other] = pool.device_bytes() / (pool.capacity() + 1)  # some have a slot of their own beside
+                slots[other] = pool.slot_bytes()
         shrinking = [other for other in slots if getattr(self._declared[other], "slots", None) is None]
         owner = {other: slots[other] * self._contexts(other) for other in shrinking}
         request = sum(owner.values())
@@ -185,6 +181,8 @@ class MemoryPlan:
 
 
 def _units(pool: Resource) -> str:
+    if isinstance(pool, SlotResource):
+        return pool.size_in_words()
     size = getattr(pool.spec, "page_size", None)
     if size is None:
         return f"{pool.capacity():,} slots"

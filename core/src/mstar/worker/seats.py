@@ -129,6 +129,12 @@ class SeatedPool(Resource):
     def skip(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> None:
         self._pool(owner).skip(owner, ids, sibling)
 
+    def missed(self, owner: Owner, tokens: int) -> None:
+        self._pool(owner).missed(owner, tokens)
+
+    def cut(self, owner: Owner, tokens: int) -> int:
+        return self._pool(owner).cut(owner, tokens)
+
     def retract(self, row: Any) -> None:
         self._pool(row.owner).retract(row)
 

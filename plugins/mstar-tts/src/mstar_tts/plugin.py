@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from mstar import hookimpl
 from mstar.spec.model import ModelSpec
 from mstar_tts.kokoro.spec import KOKORO
+from mstar_tts.orpheus.spec import ORPHEUS
 
 __all__ = ["mstar_models"]
 
 
 @hookimpl
 def mstar_models() -> Sequence[ModelSpec]:
-    return (KOKORO,)
+    return (KOKORO, ORPHEUS)
