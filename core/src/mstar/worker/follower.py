@@ -40,6 +40,7 @@ from mstar.worker.messages import (
     Landed,
     Learn,
     Made,
+    Match,
     Open,
     Part,
     Refused,
@@ -158,6 +159,9 @@ class Follower:
                 self.resources[message.resource].retract(row)
             case Learn():
                 self.resources[message.resource].learn(Owner(*message.owner), message.ids)
+            case Match():
+                sibling = None if message.sibling is None else Owner(*message.sibling)
+                self.resources[message.resource].match(Owner(*message.owner), message.ids, sibling)
             case Skip():
                 sibling = None if message.sibling is None else Owner(*message.sibling)
                 self.resources[message.resource].skip(Owner(*message.owner), message.ids, sibling)

@@ -56,6 +56,9 @@ class PromptSharing:
             parent = None if sibling is None else self._owner_of(sibling, name, call)
             shares.append((self._resources[name], self._owner_of(live, name, call), parent))
         hits = [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]
+        if self._ranks is not None:  # what was looked at last is dropped last, on all ranks of a mesh
+            for resource, owner, parent in shares:
+                self._ranks.matched(resource.name, owner, ids, parent)
         skipped = min(hits, default=0)
         if hits:
             self.looked_up += len(ids)
