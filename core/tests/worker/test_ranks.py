@@ -11,7 +11,7 @@ from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import MINIATURES, Miniature, miniature
 from mstar.testing.rank_drive import RankDriver
-from mstar.worker.messages import Run
+from mstar.worker.messages import Open, Run
 
 from .test_miniatures import assert_right, examples
 
@@ -199,3 +199,18 @@ def test_a_copy_of_a_node_dies_and_the_other_serves_on(registry: Registry) -> No
     driver.run()
     assert_right(mini, again["r0"], dict(driver.result("last")))
     driver.assert_empty()
+
+
+def test_what_chance_decides_is_decided_before_the_ranks_hear_of_it(registry: Registry) -> None:
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, placement={"encoder": 0, "decoder": 1})
+    prepared = driver.prepare("r", mini.example(random.Random(4)))
+    assert prepared.request.sampling["sampler"].seed is None
+    opened: list[Open] = []
+    take = driver.wires[1].follower.take
+    driver.wires[1].follower.take = lambda message: (opened.append(message), take(message))[1]  # type: ignore[method-assign, func-returns-value]
+    driver.worker.submit(prepared.request)
+    driver.run()
+    (begin,) = [message for message in opened if isinstance(message, Open)]
+    assert begin.request.sampling["sampler"].seed is not None
+    assert begin.request.sampling["sampler"].seed == prepared.request.sampling["sampler"].seed
