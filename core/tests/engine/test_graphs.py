@@ -122,6 +122,7 @@ def test_prompts_chunks_and_decoding_mixed(
         ("mini_hybrid", "lm", "forward"),  # recurrent state
         ("mini_rollout", "world", "forward"),
         ("mini_omni", "talker", "forward"),
+        ("mini_tts", "codec", "forward"),  # windows of few sizes
         ("mini_seq2seq", "decoder", "forward"),  # cross attention
         ("mini_seq2seq", "encoder", "forward"),  # attention within each row
         ("mini_world", "world", "forward"),  # a rolling window

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar.graph.streams import InnerStream, OutStream
+from mstar.graph.code_streams import CodeStream
+from mstar.graph.streams import Chunk, InnerStream, OutStream, fresh
 from mstar.graph.values import Ref
 from mstar.spec.errors import RequestError
-from mstar.spec.graph import CLIENT, Fixed, Port, Ramp, Stream, Whole
+from mstar.spec.graph import CLIENT, Codes, Fixed, Fresh, Port, Ramp, Stream, Whole
 
 ITEM = Port("item", "int64", (), "stacked")
 
@@ -66,6 +67,99 @@ def test_nothing_is_lost_or_doubled(writes: list[int], chunk: Fixed | Ramp | Who
         assert left == min(len(new), getattr(chunk, "left", 0))
         new += items[left:]
     assert new == list(range(total))
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.sampled_from([(), (2, 5), (30,)]),
+)
+def test_windows_with_look_ahead(
+    total: int, sizes: list[int], left: int, ahead: int, unit: int, padded: tuple[int, ...]
+) -> None:
+    """New items come in order and once; around them stands what came before and what comes next, in whole units."""
+    stream = InnerStream(Stream("s", "a", "b", ITEM, chunk=Ramp(tuple(sizes), left, ahead, unit, padded)))
+    whole, done, pulls = total - total % unit, 0, 0
+
+    def drain() -> None:
+        nonlocal done, pulls
+        while stream.ready():
+            got = stream.pull()
+            items = got.ref.tensor().tolist()
+            size = sizes[min(pulls, len(sizes) - 1)] * unit
+            assert got.new == min(size, whole - done)
+            assert got.left == min(left * unit, done)
+            assert got.ahead == min(ahead * unit, whole - done - got.new)
+            assert got.offset == done - got.left
+            shown = items[: len(items) - got.pad]
+            assert shown == list(range(got.offset, done + got.new + got.ahead))
+            assert items[len(shown) :] == (shown[-unit:] * (got.pad // unit))
+            fits = [p * unit for p in padded if p * unit >= len(shown)]
+            assert len(items) == (min(fits) if fits else len(shown))
+            done, pulls = done + got.new, pulls + 1
+            assert got.last == (stream.ended and done == whole)
+
+    for item in range(total):
+        stream.write(torch.tensor([item]))
+        drain()
+    assert done <= max(0, total - ahead * unit)
+    stream.end()
+    drain()
+    assert stream.drained
+    assert done == whole
+
+
+def test_primed_items_are_context_and_never_new() -> None:
+    stream = InnerStream(Stream("s", "a", "b", ITEM, chunk=Fixed(2, left=3)))
+    stream.prime(torch.tensor([90, 91, 92, 93]))
+    stream.write(torch.arange(3))
+    stream.end()
+    first, last = stream.pull(), stream.pull()
+    assert (first.ref.tensor().tolist(), first.left, first.offset) == ([91, 92, 93, 0, 1], 3, 1)
+    assert (last.ref.tensor().tolist(), last.left, last.offset) == ([93, 0, 1, 2], 3, 3)
+
+
+FRAME = Codes(((10, 20), (20, 30)))
+
+
+def test_what_is_no_code_is_left_out_and_a_slip_costs_a_frame() -> None:
+    stream = CodeStream(Stream("s", "a", "b", ITEM, chunk=Fixed(1, unit=2), codes=FRAME))
+    for token in (10, 20, 7, 11, 12, 13, 21, 30, 19, 29, 18):
+        stream.write_code(token, token)
+    stream.end()
+    frames = []
+    while stream.ready():
+        frames.append(stream.pull().ref.to_host())
+    assert frames == [[10, 20], [11, 21], [19, 29]]
+    assert stream.drained
+
+
+def test_code_streams_cut_as_others_do() -> None:
+    pairs = Port("frame", "int64", (2,), "stacked")
+    spec = Stream("s", "a", "b", pairs, chunk=Fixed(1, left=1, ahead=1, padded=(3,)), codes=Codes(((0, 9),)))
+    stream = CodeStream(spec)
+    stream.prime(torch.tensor([[8, 8], [9, 9]]))
+    for code in range(2):
+        stream.write_code(code, [code, -code])
+    stream.write_code(9, [9, 9])
+    stream.end()
+    windows = [stream.pull().ref.tensor().tolist() for _ in range(2)]
+    assert windows == [[[9, 9], [0, 0], [1, -1]], [[0, 0], [1, -1], [1, -1]]]
+
+
+def test_only_what_is_new_goes_out() -> None:
+    """Two units of context, two new, one ahead, one of padding; three items each. The output begins a unit late."""
+    chunk = Chunk(Ref.whole(torch.zeros(12)), 4, False, new=4, ahead=2, pad=2, unit=2)
+    sound = Ref(torch.arange(15.0)[None], 0, 1, row=True)
+    cut, overlap = fresh(sound, Fresh("codes", 3), chunk)
+    assert (cut.tensor().tolist(), overlap) == ([3, 4, 5, 6, 7, 8], 0)
+    cut, overlap = fresh(sound, Fresh("codes", 3, overlap=2), chunk)
+    assert (cut.tensor().tolist(), overlap) == ([3, 4, 5, 6, 7, 8, 9, 10], 2)
+    with pytest.raises(ValueError, match="shorter than"):
+        fresh(Ref.whole(torch.zeros(11)), Fresh("codes", 3), chunk)
 
 
 def test_a_client_that_sends_too_much_is_told() -> None:

@@ -28,7 +28,7 @@ LATENT = Port("latent", "float32", ("h", "w", 4), "stacked")
 IMAGE = Stream("image", "main", CLIENT, Port("image", "uint8", ("H", "W", 3), "stacked"), "image")
 
 SPEECH = EncoderDecoderFacts(FEATURES, Port("memory", "model", ("S", 32)), 1500, SHAPE)
-CODEC = LMCodecFacts(SHAPE, 24_000, Fixed(25, left=3))
+CODEC = LMCodecFacts(SHAPE, 24_000, 320, Fixed(25, left=3))
 RNNT = TransducerFacts(FEATURES, Port("frames", "model", ("E", 32)), {"cell": ((2, 16), "model")})
 PICTURE = DenoiseFacts(LATENT, Port("context", "model", ("T", 32), "list"), IMAGE)
 

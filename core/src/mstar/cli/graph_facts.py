@@ -8,6 +8,7 @@ from typing import Any
 
 from mstar.spec.deployment import Deployment
 from mstar.spec.graph import (
+    Ahead,
     AtEnd,
     Call,
     Const,
@@ -19,6 +20,7 @@ from mstar.spec.graph import (
     Index,
     Left,
     Loop,
+    Offset,
     Param,
     Port,
     Pull,
@@ -93,13 +95,17 @@ def _stream(stream: Stream) -> dict[str, Any]:
 
 def _chunk(chunk: Fixed | Ramp | Whole) -> str:
     match chunk:
-        case Fixed(size=size, left=left):
+        case Fixed(size=size):
             text = "one by one" if size == 1 else f"{size} at a time"
-        case Ramp(sizes=sizes, left=left):
+        case Ramp(sizes=sizes):
             text = "in " + ", ".join(map(str, sizes)) + "…"
         case Whole():
             return "whole, at the end"
-    return f"{text}, after {left} of context" if left else text
+    if chunk.unit > 1:
+        text = f"units of {chunk.unit} {text}"
+    if chunk.left:
+        text += f", after {chunk.left} of context"
+    return f"{text}, with {chunk.ahead} of look-ahead" if chunk.ahead else text
 
 
 def _fields(spec: ResourceSpec) -> dict[str, Any]:
@@ -142,6 +148,10 @@ def _source(source: Source) -> str:
             return f"next of stream {stream}" + (" (if there)" if optional else "")
         case Left(stream=stream):
             return f"context in the chunk of {stream}"
+        case Ahead(stream=stream):
+            return f"look-ahead and padding in the chunk of {stream}"
+        case Offset(stream=stream):
+            return f"items of {stream} before the chunk"
         case AtEnd(stream=stream):
             return f"whether {stream} has ended"
 

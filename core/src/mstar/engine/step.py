@@ -124,14 +124,19 @@ def _gather_port(
     if not isinstance(values[0], Ref):
         return to_device(values, device, torch_dtype(port.dtype, dtype))
     if port.layout == "stacked":
-        return _cast(gather_stacked(values), port, dtype)
+        return _cast(_on(gather_stacked(values), device), port, dtype)
     if port.layout == "list":
-        return [_cast(t, port, dtype) for t in gather_list(values)]
+        return [_cast(_on(t, device), port, dtype) for t in gather_list(values)]
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    data = _cast(gather_packed(values), port, dtype)
+    data = _cast(_on(gather_packed(values), device), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """*tensor* on *device*: what the host made (codes) goes there here, the rows of a step together."""
+    return to_device(tensor, device) if tensor.device.type == "cpu" != device.type else tensor
 
 
 def _cast(tensor: Tensor, port: Port, dtype: torch.dtype) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mstar.graph.program import CallOp, DraftOp, ForkOp, LoopOp, Op
-from mstar.graph.streams import Heard
+from mstar.graph.streams import Chunk, Heard
 from mstar.graph.values import Ref
 from mstar.nn.model import Outcome, Run
 
@@ -28,12 +28,13 @@ class CallRun:
     :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
         earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
     :ivar item: the scheduler's, once it has been told. :ivar flight: the step that runs it, as its row :attr:`index`.
-    :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from.
+    :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from. :ivar pulled: the
+        chunks among its inputs, by stream.
     """
 
     __slots__ = (
         *("chunks", "done", "dropped", "flight", "heard", "index", "inputs", "item"),
-        *("length", "op", "partial", "partition", "run"),
+        *("length", "op", "partial", "partition", "pulled", "run"),
     )
 
     def __init__(self, run: RequestRun, partition: Partition, op: CallOp, inputs: dict[str, Any], length: int):
@@ -43,6 +44,7 @@ class CallRun:
         self.item: Any = None
         self.flight: Any = None
         self.index, self.dropped = 0, False
+        self.pulled: Mapping[str, Chunk] = {}
         self.heard = partition.heard
 
     @property

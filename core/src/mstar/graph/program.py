@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mstar.spec.check import loops_of
 from mstar.spec.graph import (
     CLIENT,
+    Ahead,
     AtEnd,
     Call,
     Draft,
@@ -16,6 +17,7 @@ from mstar.spec.graph import (
     Index,
     Left,
     Loop,
+    Offset,
     Par,
     Pull,
     Seq,
@@ -214,7 +216,12 @@ class _Compiler:
     def _call(self, call: Call, loops: tuple[LoopOp, ...], drafts: tuple[DraftOp, ...]) -> CallOp:
         entry = self.graph.node(call.node).entry(call.entry)
         host = {port for port, value in call.outputs.items() if value in self.judged}
-        host |= {port for port, stream in call.emit.items() if self.graph.stream(stream).target == CLIENT}
+        for port, name in call.emit.items():
+            stream = self.graph.stream(name)
+            if stream.target == CLIENT or stream.codes is not None:
+                host.add(port)
+            if stream.codes is not None:
+                host.add(stream.codes.token)
         packed = [p.name for p in entry.inputs if p.layout == "packed" and p.name in call.inputs]
         return CallOp(
             call,
@@ -240,7 +247,7 @@ def _fed_back(op: CallOp) -> tuple[tuple[str, str], ...] | None:
     made = {value: port for port, value in op.call.outputs.items()}
     found = []
     for port, source in op.call.inputs.items():
-        if isinstance(source, Pull | Index | Left | AtEnd):
+        if isinstance(source, Pull | Index | Left | Ahead | Offset | AtEnd):
             return None
         if isinstance(source, str) and source in made:
             found.append((port, made[source]))

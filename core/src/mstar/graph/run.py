@@ -20,14 +20,30 @@ import torch
 from torch import Tensor
 
 from mstar.graph.calls import CallRun, Drafted, Partition, Route
+from mstar.graph.code_streams import CodeStream
 from mstar.graph.foresight import DEFAULTS, Foresight
 from mstar.graph.program import CallOp, DraftEndOp, DraftOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
-from mstar.graph.streams import Chunk, Heard, InnerStream, OutStream
+from mstar.graph.streams import Chunk, Heard, InnerStream, OutStream, fresh
 from mstar.graph.values import Ref, as_tensor, torch_dtype
 from mstar.nn.model import Outcome
 from mstar.spec.check import params_of
 from mstar.spec.errors import GraphError, RequestError, nearest
-from mstar.spec.graph import CLIENT, AtEnd, Const, EndOf, Index, Left, Param, Port, Pull, Stop, Times, TokenStop
+from mstar.spec.graph import (
+    CLIENT,
+    Ahead,
+    AtEnd,
+    Const,
+    EndOf,
+    Index,
+    Left,
+    Offset,
+    Param,
+    Port,
+    Pull,
+    Stop,
+    Times,
+    TokenStop,
+)
 from mstar.spec.request import Emit, EngineRequest, Push, TokenLogprob
 
 __all__ = ["RequestRun"]
@@ -64,7 +80,9 @@ class RequestRun:
         self.taken_back: list[tuple[str, str, int]] = []  # (resource, context, tokens) of drafts that have ended
         self._blocked: list[tuple[Partition, CallOp]] = []
         self.values: dict[str, Ref] = {}
-        self.inner = {s.name: InnerStream(s) for s in graph.streams if s.target != CLIENT}
+        self.inner = {
+            s.name: InnerStream(s) if s.codes is None else CodeStream(s) for s in graph.streams if s.target != CLIENT
+        }
         self.out = {s.name: OutStream(s) for s in graph.streams if s.target == CLIENT}
         self.partitions = [Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
         self.generated: dict[str, int] = {}  # sampler → tokens judged so far
@@ -85,6 +103,9 @@ class RequestRun:
                 raise RequestError(f"the request lacks input {port.name!r}", param=port.name, code="missing_input")
         for stream in self.plan.graph.streams_from(CLIENT):
             self._open_client_stream(self.inner[stream.name], inputs.pop(stream.name, None))
+        for stream in self.plan.graph.streams:
+            if stream.primed is not None and stream.primed in self.values:
+                self.inner[stream.name].prime(self.values[stream.primed].tensor())
         if inputs:
             name = next(iter(inputs))
             known = [p.name for p in self.plan.graph.inputs]
@@ -163,7 +184,7 @@ class RequestRun:
             self._count(call.partition.drafts[draft], draft, call)
         changed = bool(call.op.pulls)  # a pull may have made room for a writer
         for port, name in spec.emit.items():
-            changed |= self._write(name, outputs[port], logprobs, call.heard)
+            changed |= self._write(name, outputs[port], outputs, logprobs, call)
         self._advance(call.partition, call.op.next)
         ahead = self.foresight.give_up(call.partition)
         if ahead is not None:
@@ -179,21 +200,38 @@ class RequestRun:
             if name in entry.resources and name not in entry.frozen:
                 drafted.tokens[name, call.op.call.context] += call.length
 
-    def _write(self, name: str, ref: Ref, logprobs: list[TokenLogprob] | None, heard: Heard) -> bool:
+    def _write(
+        self,
+        name: str,
+        ref: Ref,
+        outputs: Mapping[str, Ref],
+        logprobs: list[TokenLogprob] | None,
+        call: CallRun,
+    ) -> bool:
         out = self.out.get(name)
         if out is None:
-            stream = self.inner[name]
-            rank = len(stream.spec.port.shape)
-            value = ref.tensor()
-            stream.write(value if value.ndim > rank else value[None], heard)
+            self._write_inner(self.inner[name], ref, outputs, call.heard)
             return True
+        overlap = 0
+        if out.spec.fresh is not None:
+            ref, overlap = fresh(ref, out.spec.fresh, call.pulled[out.spec.fresh.pull])
         data, count = out.payload(ref)
         if count:
-            seq = out.sent(count, time.monotonic())
-            told = dict(heard) if self.live else None
+            seq = out.sent(count - overlap, time.monotonic())
+            told = dict(call.heard) if self.live else None
             sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
             self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=sampled, heard=told))
         return False
+
+    @staticmethod
+    def _write_inner(stream: InnerStream, ref: Ref, outputs: Mapping[str, Ref], heard: Heard) -> None:
+        if isinstance(stream, CodeStream):
+            assert stream.spec.codes is not None
+            stream.write_code(outputs[stream.spec.codes.token].to_host(), ref.to_host(), heard)
+            return
+        rank = len(stream.spec.port.shape)
+        value = ref.tensor()
+        stream.write(value if value.ndim > rank else value[None], heard)
 
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
         """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
@@ -383,7 +421,9 @@ class RequestRun:
         length = 1
         if op.primary is not None and inputs[op.primary] is not None:
             length = inputs[op.primary].length
-        return CallRun(self, partition, op, inputs, length)
+        call = CallRun(self, partition, op, inputs, length)
+        call.pulled = chunks
+        return call
 
     def inputs_of(
         self, op: CallOp, values: Mapping[str, Ref], loops: Mapping[LoopOp, int], chunks: Mapping[str, Chunk]
@@ -403,6 +443,10 @@ class RequestRun:
                 inputs[port] = loops[op.loops[-1 - source.depth]]
             elif isinstance(source, Left):
                 inputs[port] = chunks[source.stream].left
+            elif isinstance(source, Ahead):
+                inputs[port] = chunks[source.stream].ahead + chunks[source.stream].pad
+            elif isinstance(source, Offset):
+                inputs[port] = chunks[source.stream].offset
             elif isinstance(source, AtEnd):
                 inputs[port] = chunks[source.stream].last
         return inputs

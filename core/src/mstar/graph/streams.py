@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mstar.graph.values import Ref
 from mstar.spec.errors import RequestError
-from mstar.spec.graph import CLIENT, Fixed, Ramp, Stream, Whole
+from mstar.spec.graph import CLIENT, Fixed, Fresh, Ramp, Stream, Whole
 
-__all__ = ["Chunk", "Heard", "InnerStream", "OutStream"]
+__all__ = ["Chunk", "Heard", "InnerStream", "OutStream", "fresh"]
 
 Heard = Mapping[str, int]
 """Client stream → how many of its items went into something. Never changed, only replaced."""
@@ -22,23 +22,37 @@ Heard = Mapping[str, int]
 
 @dataclass(slots=True)
 class Chunk:
-    """What one pull delivers: *left* items seen before, then new ones. *last*: nothing will follow."""
+    """What one pull delivers: *left* items seen before, *new* ones, *ahead* ones that will come again, *pad* copies of
+    the last unit of *unit* items. *offset*: items before it. *last*: nothing will follow."""
 
     ref: Ref
     left: int
     last: bool
+    new: int = 0
+    ahead: int = 0
+    pad: int = 0
+    offset: int = 0
+    unit: int = 1
 
 
 class InnerStream:
     """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client."""
 
-    __slots__ = ("_items", "_left", "_marks", "_new", "_pulls", "closed", "ended", "spec", "total")
+    __slots__ = (
+        *("_ahead", "_context", "_items", "_left", "_marks", "_new", "_pulls", "_unit"),
+        *("closed", "ended", "primed", "spec", "total"),
+    )
 
     def __init__(self, spec: Stream):
         self.spec = spec
+        chunk = spec.chunk
+        self._unit = 1 if isinstance(chunk, Whole) else chunk.unit
+        self._ahead = 0 if isinstance(chunk, Whole) else chunk.ahead * self._unit
+        self._context = 0 if isinstance(chunk, Whole) else chunk.left * self._unit
         self.ended = False  # the writer will write no more
         self.closed = False  # the reader will read no more: writes vanish
         self.total = 0
+        self.primed = 0  # items of context that came before the first one
         self._items: list[Tensor] = []  # [n, *item] pieces; the first self._left items are context
         self._left = 0
         self._new = 0
@@ -101,8 +115,20 @@ class InnerStream:
             )
         self.write(items)
 
+    def prime(self, items: Tensor) -> None:
+        """Begin with *items* ``[n, *item shape]`` as context that has been delivered already: whole units, of which the
+        last ones are kept."""
+        self.primed = items.shape[0]
+        kept = min(self._context, self.primed - self.primed % self._unit)
+        self._left = kept
+        self._items = [items[self.primed - kept :]] if kept else []
+
     def end(self) -> None:
+        """Nothing more will be written. What there is of a unit that is not whole is dropped."""
         self.ended = True
+        rest = self._new % self._unit
+        if rest:
+            self._new, self.total = self._new - rest, self.total - rest
 
     def close(self) -> None:
         """The reader is gone."""
@@ -114,15 +140,15 @@ class InnerStream:
     def _wanted(self) -> int | None:
         chunk = self.spec.chunk
         if isinstance(chunk, Fixed):
-            return chunk.size
+            return chunk.size * chunk.unit
         if isinstance(chunk, Ramp):
-            return chunk.sizes[min(self._pulls, len(chunk.sizes) - 1)]
+            return chunk.sizes[min(self._pulls, len(chunk.sizes) - 1)] * chunk.unit
         return None
 
     def ready(self) -> bool:
         """Whether a whole chunk (or the short last one) is there."""
         wanted = self._wanted
-        if wanted is not None and self._new >= wanted:
+        if wanted is not None and self._new >= wanted + self._ahead:
             return True
         return self.ended and self._new > 0
 
@@ -130,15 +156,33 @@ class InnerStream:
         """The next chunk. Only when :meth:`ready`."""
         wanted = self._wanted
         size = self._new if wanted is None else min(wanted, self._new)
-        items = self._items[0] if len(self._items) == 1 else torch.cat(self._items)
+        ahead = min(self._ahead, self._new - size)
         left, end = self._left, self._left + size
-        chunk = Chunk(Ref(items, 0, end), left, self.ended and size == self._new)
-        keep = min(end, getattr(self.spec.chunk, "left", 0))
-        rest = items[end - keep :]
-        self._items = [_released(rest)] if rest.shape[0] else []
+        offset = self.primed + self.total - self._new - left
+        pad = self._padding(end + ahead)
+        keep = min(end, self._context)
+        ref = self._window(end + ahead, pad, end - keep)
+        last = self.ended and size == self._new
         self._left, self._new = keep, self._new - size
         self._pulls += 1
-        return chunk
+        return Chunk(ref, left, last, size, ahead, pad, offset, self._unit)
+
+    def _padding(self, items: int) -> int:
+        """Items that fill a chunk of *items* up."""
+        chunk = self.spec.chunk
+        if isinstance(chunk, Whole) or not chunk.padded:
+            return 0
+        return min((size * chunk.unit - items for size in chunk.padded if size * chunk.unit >= items), default=0)
+
+    def _window(self, end: int, pad: int, drop: int) -> Ref:
+        """The first *end* items that are held, with *pad* copies of the last unit; then forget the first *drop*."""
+        items = self._items[0] if len(self._items) == 1 else torch.cat(self._items)
+        rest = items[drop:]
+        self._items = [_released(rest)] if rest.shape[0] else []
+        if pad:
+            unit = items[end - self._unit : end]
+            items, end = torch.cat([items[:end], *[unit] * (pad // self._unit)]), end + pad
+        return Ref(items, 0, end)
 
     def heard(self, before: Heard) -> Heard:
         """*before*, and what the items were computed from that have been delivered since this was asked last."""
@@ -162,6 +206,18 @@ def _released(rest: Tensor) -> Tensor:
     """*rest*, copied if it pins a buffer of more than twice its size: so that items are copied about once each, however
     many pulls take them."""
     return rest if 2 * rest.nbytes >= rest.untyped_storage().nbytes() else rest.clone()
+
+
+def fresh(ref: Ref, rule: Fresh, chunk: Chunk) -> tuple[Ref, int]:
+    """What of a call's output belongs to the new items of the *chunk* that it was called with, and how many items of
+    that are overlap."""
+    items = ref.on_host()
+    end = items.shape[0] - (chunk.ahead + chunk.pad) * rule.per_unit // chunk.unit
+    start = end - chunk.new * rule.per_unit // chunk.unit
+    if start < 0:
+        raise ValueError(f"an output of {items.shape[0]} items is shorter than what belongs to its chunk's new items")
+    overlap = min(rule.overlap, chunk.ahead * rule.per_unit // chunk.unit)
+    return Ref.whole(items[start : end + overlap]), overlap
 
 
 class OutStream:

@@ -3,10 +3,10 @@
 ::
 
     partition lm:     prompt → lm → token ⟲ lm ──codes──▶
-    partition codec:  ──codes──▶ (windows with left context) codec → samples ⟲ → "audio"
+    partition codec:  ──codes──▶ (windows with context and look-ahead) codec → samples ⟲ → "audio"
 
 The two run side by side. The first window is short, so that sound starts early; later ones are long, so that the codec
-costs little.
+costs little. Windows of one size share a step, whoever's they are, and are captured on a GPU.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from mstar.patterns.shapes import DecoderShape, answer_tokens
 from mstar.spec.graph import (
     CLIENT,
     Call,
+    Codes,
     EndOf,
     Entry,
     Fixed,
+    Fresh,
     Graph,
-    Left,
     Loop,
     NodeSpec,
+    Offset,
     Partition,
     Port,
     Pull,
     Ramp,
     Seq,
+    Source,
     Stream,
     TokenStop,
 )
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, ResourceSpec
 
-__all__ = ["LMCodec", "LMCodecFacts"]
+__all__ = ["LMCodec", "LMCodecFacts", "window_sizes"]
 
 _IDS = Port("ids", "int64", ("T",))
 _TOKEN = Port("token", "int64", (), "stacked")
@@ -49,14 +52,44 @@ class LMCodecFacts:
     """What a family of this pattern states.
 
     :param lm: the language model's sizes. :param rate: samples a second of the audio.
-    :param chunk: how the codec's windows are cut; ``left`` is the context that its filters need before the new codes.
+    :param samples: of one unit of *chunk*.
+    :param chunk: how the codec's windows are cut; ``left`` is the context that its filters need before the new codes,
+        ``ahead`` what they need behind them, ``unit`` the tokens of a frame where the LM writes its codes one by one.
     :param codebooks: codes of one frame. 1: the sampled token is the code. More: the LM also gives each frame.
+    :param codes: the ids that are codes, by their position in a frame (:class:`~mstar.spec.graph.Codes`); what else is
+        sampled makes no sound. Empty: whatever is sampled is a code.
+    :param noise: the codec draws noise: it gets ``key`` and ``offset``.
+    :param overlap: samples that are blended where two windows meet; the renderer does it
+        (:class:`mstar.processing.crossfade.Crossfade`).
+    :param codec_rows: most rows of a step of the codec, and to how many captured ones are filled up
+        (:class:`~mstar.spec.graph.NodeSpec`). Empty: the runner's own numbers.
     """
 
     lm: DecoderShape
     rate: int
+    samples: int
     chunk: Ramp | Fixed
     codebooks: int = 1
+    codes: tuple[tuple[int, int], ...] = ()
+    noise: bool = False
+    overlap: int = 0
+    codec_rows: tuple[int, ...] = ()
+
+
+def window_sizes(chunk: Ramp | Fixed) -> list[int]:
+    """Items of the windows that *chunk* cuts a stream into before its end, each size once; those at the end have fewer,
+    unless they are padded."""
+    sizes = list(chunk.sizes) if isinstance(chunk, Ramp) else [chunk.size]
+    found: dict[int, None] = {}
+    before = 0
+    while True:
+        new = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        window = min(before, chunk.left) + new + chunk.ahead
+        window = min((size for size in chunk.padded if size >= window), default=window)
+        found[window * chunk.unit] = None
+        if len(sizes) == 1 and before >= chunk.left:
+            return list(found)
+        before += new
 
 
 class LMCodec(Model):
@@ -65,11 +98,12 @@ class LMCodec(Model):
 
     *Nodes.* ``lm.forward(step, ids) -> {"token": Sampled}`` uses views ``kv``, ``positions`` and ``sampler``; with
     several codebooks it also returns ``frame`` ``[rows, codebooks]``.
-    ``codec.forward(step, codes, left) -> {"samples": Packed}``: *codes* packed ``[N]`` (or ``[N, codebooks]``), of
-    which each row's first ``left`` have been heard before. The token that ends the answer comes through the stream
-    like any other, as its last item: the codec must leave it out.
+    ``codec.forward(step, codes) -> {"samples": float32 [rows, S]}``: *codes* int64 ``[rows, C]`` (or
+    ``[rows, C, codebooks]``), windows of one size with their context and look-ahead. It returns the sound of all of
+    them, of which the new part goes out; it may leave out samples at the head that are surely context. With ``noise``
+    it also gets ``key`` int64 ``[rows]``, the request's, and ``offset`` int64 ``[rows]``, the codes before the window.
 
-    *A request* brings ``prompt``.
+    *A request* brings ``prompt``, and with ``noise`` an int64 ``noise_key``.
     """
 
     @abc.abstractmethod
@@ -87,21 +121,35 @@ class LMCodec(Model):
             resources=("kv", "positions", "sampler"),
             prefix=facts.codebooks == 1,  # with frames the KV depends on more than the ids
         )
+        number = Port("key", "int64", (), "stacked")
+        drawn = (number, replace(number, name="offset")) if facts.noise else ()
         codec = Entry(
-            inputs=(Port("codes", "int64", ("C", *width)), Port("left", "int64", (), "stacked")),
-            outputs=(Port("samples", "float32", ("S",)),),
+            inputs=(Port("codes", "int64", ("C", *width), "stacked"), *drawn),
+            outputs=(Port("samples", "float32", ("S",), "stacked"),),
+            graph_sizes=tuple({"C": size} for size in window_sizes(facts.chunk)),
         )
         first = Call("lm", inputs={"ids": "prompt"}, outputs={"token": "token"}, emit={outputs[-1].name: "codes"})
-        sound = Call("codec", inputs={"codes": Pull("codes"), "left": Left("codes")}, emit={"samples": "audio"})
+        noise: dict[str, Source] = {"key": "noise_key", "offset": Offset("codes")} if facts.noise else {}
+        sound = Call("codec", inputs={"codes": Pull("codes"), **noise}, emit={"samples": "audio"})
         return Graph(
-            nodes=(NodeSpec("lm", (lm,)), NodeSpec("codec", (codec,))),
+            nodes=(
+                NodeSpec("lm", (lm,)),
+                NodeSpec("codec", (codec,), max(facts.codec_rows, default=None), facts.codec_rows),
+            ),
             walks={
                 "speak": Seq(first, Loop(replace(first, inputs={"ids": "token"}), TokenStop("token"))),
                 "decode": Loop(sound, EndOf("codes")),
             },
             partitions=(Partition("lm", ("speak",)), Partition("codec", ("decode",))),
             streams=(
-                Stream("codes", "lm", "codec", code, chunk=facts.chunk),
+                Stream(
+                    "codes",
+                    "lm",
+                    "codec",
+                    code,
+                    chunk=facts.chunk,
+                    codes=Codes(facts.codes) if facts.codes else None,
+                ),
                 Stream(
                     "audio",
                     "codec",
@@ -109,9 +157,10 @@ class LMCodec(Model):
                     Port("sample", "float32", (), "stacked"),
                     "audio",
                     seconds_per_item=1 / facts.rate,
+                    fresh=Fresh("codes", facts.samples, facts.overlap),
                 ),
             ),
-            inputs=(Port("prompt", "int64", ("T",)),),
+            inputs=(Port("prompt", "int64", ("T",)), *((replace(number, name="noise_key"),) if facts.noise else ())),
         )
 
     def resources(self) -> Mapping[str, ResourceSpec]:

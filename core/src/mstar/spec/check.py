@@ -7,33 +7,34 @@ from collections.abc import Iterable, Iterator, Mapping
 from mstar.spec.errors import GraphError, nearest
 from mstar.spec.graph import (
     CLIENT,
+    Ahead,
     AtEnd,
     Call,
     Const,
     Draft,
     EndOf,
     Entry,
-    Fixed,
     Graph,
     Index,
     Left,
     Loop,
+    Offset,
     Par,
     Param,
     Port,
     Pull,
-    Ramp,
     Seq,
-    Stream,
     Times,
     TokenStop,
     Walk,
     WhenTrue,
 )
 from mstar.spec.resources import ResourceSpec
+from mstar.spec.stream_check import stream_faults
 
 __all__ = ["calls_of", "check_graph", "faults", "loops_of", "params_of"]
 
+_Number = Param | Index | Const | Left | Ahead | Offset | AtEnd
 _FLOATS = frozenset({"model", "float64", "float32", "float16", "bfloat16"})
 _DTYPES = _FLOATS | {"int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128"}
 
@@ -181,17 +182,16 @@ def _stream_faults(graph: Graph) -> Iterator[str]:
             for partition in uses.get(stream.name, set()) - {end}:
                 yield f"{where}: partition {partition!r} {verb} it, only {end!r} may"
         yield from _dtype_faults(where, stream.port)
-        sizes = _chunk_sizes(stream)
-        if not sizes or min(sizes) < 1 or getattr(stream.chunk, "left", 0) < 0:
-            yield f"{where}: chunks hold at least one item, and a context of zero or more: {stream.chunk}"
-        elif stream.capacity < max(sizes):
-            yield f"{where}: capacity {stream.capacity} is below its largest chunk of {max(sizes)} items"
+        yield from stream_faults(where, graph, stream, list(_emitting(graph, stream.name)))
 
 
-def _chunk_sizes(stream: Stream) -> tuple[int, ...]:
-    if isinstance(stream.chunk, Fixed):
-        return (stream.chunk.size,)
-    return stream.chunk.sizes if isinstance(stream.chunk, Ramp) else (1,)
+def _emitting(graph: Graph, stream: str) -> Iterator[tuple[Call, Entry]]:
+    """The calls that emit to *stream*, as far as their nodes exist."""
+    entries = {(node.name, entry.name): entry for node in graph.nodes for entry in node.entries}
+    for walk in graph.walks.values():
+        for call in calls_of(walk):
+            if stream in call.emit.values() and (call.node, call.entry) in entries:
+                yield call, entries[call.node, call.entry]
 
 
 def _stream_uses(graph: Graph) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
@@ -258,7 +258,7 @@ def _port_faults(where: str, call: Call, entry: Entry, streams: set[str]) -> Ite
     for source in call.inputs.values():
         if isinstance(source, Pull) and source.stream not in streams:
             yield f"{where}: pulls from unknown stream {source.stream!r}{nearest(source.stream, streams)}"
-        if isinstance(source, Left | AtEnd) and source.stream not in pulls:
+        if isinstance(source, Left | Ahead | Offset | AtEnd) and source.stream not in pulls:
             yield f"{where}: {type(source).__name__}({source.stream!r}) without a pull of that stream in the same call"
 
 
@@ -368,7 +368,7 @@ class _Flow:
                     continue
                 for producer in self.producers[source]:
                     yield from _type_faults(f"{where}: {source!r} into {name!r}", producer, port)
-            elif isinstance(source, Param | Index | Const | Left | AtEnd) and (port.shape or port.layout != "stacked"):
+            elif isinstance(source, _Number) and (port.shape or port.layout != "stacked"):
                 yield (
                     f"{where}: {type(source).__name__} is one number a row, input port {name!r} is declared "
                     f"{port.layout} {port.shape}: declare it Port({name!r}, {port.dtype!r}, (), 'stacked')"

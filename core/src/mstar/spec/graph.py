@@ -24,19 +24,23 @@ from typing import Literal
 
 __all__ = [
     "CLIENT",
+    "Ahead",
     "AtEnd",
     "Call",
+    "Codes",
     "Const",
     "Draft",
     "EndOf",
     "Entry",
     "Fixed",
+    "Fresh",
     "Graph",
     "Index",
     "Layout",
     "Left",
     "Loop",
     "NodeSpec",
+    "Offset",
     "Par",
     "Param",
     "Partition",
@@ -174,13 +178,30 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """How many items at the tail of the call's pulled chunk of *stream* are look-ahead, which will come again as new
+    ones, or padding. int64 ``[rows]``."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Offset:
+    """How many items of *stream* came before the first one of the call's pulled chunk, those that it was primed with
+    included: what noise and positions are counted from, so that they do not depend on how the stream is cut. int64
+    ``[rows]``."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
 class AtEnd:
     """Whether the call's pulled chunk is known to be the stream's last. bool ``[rows]``."""
 
     stream: str
 
 
-Source = str | Param | Index | Const | Pull | Left | AtEnd
+Source = str | Param | Index | Const | Pull | Left | Ahead | Offset | AtEnd
 
 
 # --- when a loop ends --------------------------------------------------------------------------------------------
@@ -306,27 +327,72 @@ Walk = Call | Seq | Par | Loop | Draft
 
 @dataclass(frozen=True)
 class Fixed:
-    """Chunks of *size* items, preceded by up to *left* items of context already delivered (sliding window).
+    """Chunks of *size* units, preceded by up to *left* units of context already delivered (sliding window).
 
     A short last chunk is delivered at the end of the stream (the flush).
+
+    :param ahead: units behind the new ones that a chunk shows before their turn: the reader waits for them, and they
+        come again as new ones. At the end of the stream there are fewer, then none.
+    :param unit: items that belong together (the codes of a frame). *size*, *left*, *ahead* and *padded* count units;
+        what is left of one at the end of the stream is dropped.
+    :param padded: sizes, in units, that whole chunks (context, new, ahead) are filled up to with copies of their last
+        unit, so that chunks of many requests share few shapes. For readers that look to the left only. A chunk that is
+        larger than all of them stays as it is.
     """
 
     size: int = 1
     left: int = 0
+    ahead: int = 0
+    unit: int = 1
+    padded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """Chunks that grow: 1, 3, 8, 16, 25, 25…: first output early, throughput later. *left* as in :class:`Fixed`."""
+    """Chunks that grow: 1, 3, 8, 16, 25, 25…: first output early, throughput later. The rest as in :class:`Fixed`."""
 
     sizes: tuple[int, ...] = (1, 3, 8, 16, 25)
     left: int = 0
+    ahead: int = 0
+    unit: int = 1
+    padded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Whole:
     """One chunk with everything, when the stream ends. The stream's capacity bounds what may be written in all: more
     fails the request, since a writer that waited would wait for ever."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Which emissions of a call are items of a stream: those whose token is the next code.
+
+    :param ranges: (first id, one behind the last) of the codes at each position of a frame, over and over. A token that
+        is not in the range of the position that comes next (text, the end of the answer, a code of another position) is
+        left out, and the position waits for one that is: so a slip of the model costs a frame, not the rest.
+    :param token: output port of the emitting call that has the token, int64 ``[rows]``; the item itself, if that is
+        what is emitted, or what goes with it (all codes of a frame).
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    token: str = "token"
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """What of an output goes to the client, where a call makes it for a whole pulled chunk: what belongs to new units.
+
+    :param pull: the stream that the emitting call pulls. :param per_unit: items of the output that one unit of it
+        becomes. The output may begin later than the chunk does (a reader that spares itself its context), and ends with
+        it, look-ahead and padding included.
+    :param overlap: items behind the new ones that are emitted as well while more follows, as the next emission brings
+        them again: to be blended (:class:`mstar.processing.crossfade.Crossfade`). Needs look-ahead; at most a unit's.
+    """
+
+    pull: str
+    per_unit: int
+    overlap: int = 0
 
 
 @dataclass(frozen=True)
@@ -342,6 +408,10 @@ class Stream:
     :param seconds_per_item: playback time of one item, if a person listens or watches: work that feeds the stream gets
         a deadline from it.
     :param max_items: the most items that one request may send in total (client streams; more is a 400).
+    :param codes: of a stream between partitions: which emissions are its items. They travel over the host.
+    :param primed: of a stream between partitions: an input of the graph, packed items, that comes before the first item
+        as context (a cloned voice's codes). It is not delivered as new.
+    :param fresh: of a stream to the client: which part of what is emitted goes there.
     """
 
     name: str
@@ -353,6 +423,9 @@ class Stream:
     capacity: int = 4096
     seconds_per_item: float | None = None
     max_items: int | None = None
+    codes: Codes | None = None
+    primed: str | None = None
+    fresh: Fresh | None = None
 
 
 @dataclass(frozen=True)

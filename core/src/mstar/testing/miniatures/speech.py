@@ -158,34 +158,28 @@ SAMPLES = Port("samples", "float32", ("S",), "packed")
 AUDIO = Stream("audio", "codec", CLIENT, Port("sample", "float32", (), "stacked"), "audio", seconds_per_item=1 / RATE)
 
 
+def fir(codes: Tensor) -> Tensor:
+    """``[..., W]`` to ``[..., W * FRAME]``: every code becomes samples through a short filter over itself and the codes
+    before it."""
+    padded = torch.cat([codes.new_zeros((*codes.shape[:-1], len(TAPS) - 1)), codes], -1).float()
+    width = padded.shape[-1]
+    taps = [tap * padded[..., len(TAPS) - 1 - i : width - i] for i, tap in enumerate(TAPS)]
+    return torch.stack(taps).sum(0).repeat_interleave(FRAME, -1)
+
+
 class FirCodec(Node):
-    """Every code becomes samples through a short filter over itself and the codes before it: needs left context."""
+    """Windows of one size at a time, as the pattern wants them."""
 
-    def forward(self, step: Step, codes: Tensor, left: Tensor) -> dict[str, Any]:
-        rows = []
-        taps = torch.tensor(TAPS)
-        for row, seen in zip(torch.split(codes.float(), list(step.lengths)), left.tolist(), strict=True):
-            padded = torch.cat([torch.zeros(len(TAPS) - 1, device=row.device), row])
-            filtered = sum(tap * padded[len(TAPS) - 1 - i : padded.shape[0] - i] for i, tap in enumerate(taps))
-            rows.append(filtered[seen:].repeat_interleave(FRAME))
-        return {"samples": Packed(torch.cat(rows), [r.shape[0] for r in rows])}
-
-
-def codec_node() -> NodeSpec:
-    ports = (Port("codes", "int64", ("C",), "packed"), Port("left", "int64", (), "stacked"))
-    return NodeSpec("codec", (Entry(inputs=ports, outputs=(SAMPLES,)),))
-
-
-def codec_walk(stream: str) -> Loop:
-    call = Call("codec", inputs={"codes": Pull(stream), "left": Left(stream)}, emit={"samples": "audio"})
-    return Loop(call, EndOf(stream))
+    def forward(self, step: Step, codes: Tensor) -> dict[str, Any]:
+        return {"samples": fir(codes)}
 
 
 class Tts(LMCodec):
     """Shape 5: a language model whose tokens stream into a codec in windows that grow, with left context."""
 
     def facts(self) -> LMCodecFacts:
-        return LMCodecFacts(SHAPE, rate=RATE, chunk=Ramp(left=len(TAPS) - 1))
+        chunk = Ramp(left=len(TAPS) - 1, padded=(1, 4, 10))
+        return LMCodecFacts(SHAPE, rate=RATE, samples=FRAME, chunk=chunk, codes=((0, VOCAB),))
 
     def build(self, node: str) -> Node:
         return SumNode() if node == "lm" else FirCodec()
@@ -221,15 +215,17 @@ class Talker(Node):
 
 
 class FrameCodec(Node):
-    """Sums each frame's codebooks; the FIR filter of shape 5 does the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codec = FirCodec()
+    """Sums each frame's codebooks; the FIR filter of shape 5 does the rest. Windows of all sizes in one step."""
 
     def forward(self, step: Step, codes: Tensor, left: Tensor) -> dict[str, Any]:
-        out: dict[str, Any] = self.codec(step, codes.sum(1), left)
-        return out
+        windows = torch.split(codes.sum(1), list(step.lengths))
+        rows = [fir(row)[seen * FRAME :] for row, seen in zip(windows, left.tolist(), strict=True)]
+        return {"samples": Packed(torch.cat(rows), [r.shape[0] for r in rows])}
+
+
+def codec_walk(stream: str) -> Loop:
+    call = Call("codec", inputs={"codes": Pull(stream), "left": Left(stream)}, emit={"samples": "audio"})
+    return Loop(call, EndOf(stream))
 
 
 class Omni(Model):
