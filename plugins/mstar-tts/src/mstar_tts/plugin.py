@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from mstar import hookimpl
 from mstar.spec.model import ModelSpec
 from mstar_tts.kokoro.spec import KOKORO
+from mstar_tts.qwen3_tts.spec import MODELS as QWEN3_TTS
 
 __all__ = ["mstar_models"]
 
 
 @hookimpl
 def mstar_models() -> Sequence[ModelSpec]:
-    return (KOKORO,)
+    return (KOKORO, *QWEN3_TTS)

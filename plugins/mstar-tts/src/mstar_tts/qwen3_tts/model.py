@@ -46,17 +46,15 @@ from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sample
 from mstar.weights.names import WeightMap
 from mstar_tts.qwen3_tts.clips import Clips
 from mstar_tts.qwen3_tts.codec import Codec, codec_entries, codec_state, codec_weights
-from mstar_tts.qwen3_tts.codec_config import CodecConfig, SpeakerConfig
+from mstar_tts.qwen3_tts.codec_config import FOLDER, CodecConfig, SpeakerConfig
 from mstar_tts.qwen3_tts.codec_encoder import ReferenceEncoder, encoder_weights
 from mstar_tts.qwen3_tts.config import TTSConfig
 from mstar_tts.qwen3_tts.prompt import fill
 from mstar_tts.qwen3_tts.speaker_encoder import SpeakerEncoder, speaker_weights
 from mstar_tts.qwen3_tts.talker import Talker, talker_weights
 
-__all__ = ["CLIP", "FOLDER", "Qwen3TTS"]
+__all__ = ["CLIP", "Qwen3TTS"]
 
-FOLDER = "speech_tokenizer"
-"""Where the codec's checkpoint lies."""
 CLIP = "clip"
 """The request's parameter with the digest of its clip."""
 _RAMP = Ramp((1, 3, 8, 16, 25))
@@ -119,7 +117,7 @@ class Qwen3TTS(Model):
         )
 
     def _codec_node(self) -> NodeSpec:
-        return NodeSpec("codec", codec_entries(_RAMP), graph_rows=(1, 2, 4, 8, 16, 32))
+        return NodeSpec("codec", codec_entries(self.codec, _RAMP.sizes), graph_rows=(1, 2, 4, 8, 16, 32))
 
     def _walks(self) -> dict[str, Walk]:
         first = Call(
@@ -180,7 +178,7 @@ class Qwen3TTS(Model):
             "sampler": shape.sampler(prompt=None),
             "subtalker": Sampler(vocab=config.predictor.vocab, prompt=None),
             "text": RecurrentState(text),
-            "codec": codec_state(self.codec),
+            "codec": codec_state(self.codec, self.options.codec_dtype),
         }
 
     # --- nodes --------------------------------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ class Qwen3TTS(Model):
         if node == "talker":
             return Talker(self.config, self.options.max_streamed_text, voiced=self.clones)
         if node == "codec":
-            return Codec(self.codec)
+            return Codec(self.codec, getattr(torch, self.options.codec_dtype))
         if node == "encoder":
             return ReferenceEncoder(self.codec)
         return SpeakerEncoder(self._speaker())

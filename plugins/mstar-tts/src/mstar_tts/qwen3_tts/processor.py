@@ -19,7 +19,7 @@ from mstar.spec.errors import RequestError, nearest
 from mstar.spec.processor import AudioDelta, Delta, Prepared, Processor, ProcessorContext, Renderer, Voice
 from mstar.spec.request import Emit, EngineRequest
 from mstar.spec.tasks import SpeechTask, Task
-from mstar_tts.qwen3_tts.codec_config import CodecConfig
+from mstar_tts.qwen3_tts.codec_config import FOLDER, CodecConfig
 from mstar_tts.qwen3_tts.config import SamplingDefaults, TTSConfig, Variant
 from mstar_tts.qwen3_tts.prompt import VOICE, Prompt, Words, lay_out
 from mstar_tts.qwen3_tts.requests import Asked, max_tokens_of, samplings
@@ -29,7 +29,6 @@ __all__ = ["Qwen3TTSProcessor"]
 
 log = logging.getLogger(__name__)
 
-_FOLDER = "speech_tokenizer"
 _AUTO = "auto"
 _WANTED: tuple[tuple[type, Variant], ...] = (
     (CustomVoiceKnobs, "custom_voice"),
@@ -48,7 +47,7 @@ class Qwen3TTSProcessor(Processor):
         wanted = next(variant for knobs, variant in _WANTED if issubclass(context.spec.knobs, knobs))
         self.config.require(context.spec.key, wanted)
         assert context.weights is not None  # or there would be no config.json
-        self._codec = CodecConfig.read(read_config(context.weights / _FOLDER))
+        self._codec = CodecConfig.read(read_config(context.weights / FOLDER))
         self._defaults = SamplingDefaults.read(context.weights)
         self._tokenizer = TextTokenizer(context.weights)
         self._default_voice = self._known_default() if self.config.variant == "custom_voice" else ""
