@@ -183,8 +183,9 @@ class Qwen3TTSProcessor(Processor):
 
     def _inputs(self, prompt: Prompt, clip: np.ndarray[Any, Any] | None) -> dict[str, Any]:
         inputs: dict[str, Any] = {"rows": prompt.rows}
-        if prompt.streams or clip is not None:
-            inputs |= {"queue": prompt.queue, "prompt_length": np.array(len(prompt.rows))}
+        if len(prompt.queue) or clip is not None:
+            queue = prompt.queue if len(prompt.queue) else np.array([self.config.tts_pad])
+            inputs |= {"queue": queue, "prompt_length": np.array(len(prompt.rows))}
         return inputs if clip is None else {**inputs, "clip": clip}
 
     @staticmethod

@@ -51,15 +51,10 @@ class Words:
 @dataclass(frozen=True)
 class Prompt:
     """:param rows: int64 ``[T, 1 + groups]``: text id, codes. :param queue: int64 ``[Q]``, text ids for the frames to
-    come, one each; behind it every frame gets the pad. Not empty."""
+    come, one each; behind it every frame gets the pad."""
 
     rows: Ids
     queue: Ids
-
-    @property
-    def streams(self) -> bool:
-        """Whether the queue holds more than the pad would give anyway."""
-        return len(self.queue) > 1
 
 
 def lay_out(
@@ -85,13 +80,13 @@ def lay_out(
     rows += zip([pad] * (len(head) - 1) + [config.tts_bos], head, strict=True)
     said = [*words.said, *words.text, config.tts_eos]
     codes = [ids.bos, *[FRAME] * frames]
-    queue = [pad]
+    queue: list[int] = []
     if not streaming:
         rows += [(word, ids.pad) for word in said] + [(pad, code) for code in codes]
     else:
         beside = [*said, *[pad] * (len(codes) - len(said))]
         rows += zip(beside, codes, strict=False)
-        queue = said[len(codes) :] or queue
+        queue = said[len(codes) :]
     laid = np.full((len(rows), 1 + config.groups), NONE, np.int64)
     laid[:, :2] = rows
     return Prompt(laid, np.array(queue, np.int64))
