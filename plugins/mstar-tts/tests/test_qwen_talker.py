@@ -115,7 +115,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder = found[key] = tmp_path_factory.mktemp(key)
         getattr(tiny, f"write_{key}")(folder)
         tokenizer = TextTokenizer(folder)
-        torch.save([_reference_case(case, tokenizer) for case in CASES.values() if case.key == key], folder / "cases.pt")
+        torch.save(
+            [_reference_case(case, tokenizer) for case in CASES.values() if case.key == key], folder / "cases.pt"
+        )
     qwen_tts_reference.run(Path(__file__).with_name("qwen_talker_oracle.py"), *found.values())
     return found
 
