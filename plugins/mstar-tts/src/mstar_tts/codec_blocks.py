@@ -7,6 +7,8 @@ layers have anyway: there is no other way to run them.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,16 +33,22 @@ class Carry:
         last *count* of that are kept for the next piece."""
         if not count:
             return x
-        rows, channels, _ = x.shape
-        if self._state is None:
-            whole = F.pad(x, (count, 0))
-        else:
-            size = channels * count
-            before = self._state[:, self._at : self._at + size].view(rows, channels, count)
-            self._at += size
-            whole = torch.cat([before.to(x.dtype), x], 2)
-        self._ends.append(whole[:, :, -count:].reshape(rows, -1))
+        before = self.take((x.shape[1], count), x)
+        whole = F.pad(x, (count, 0)) if before is None else torch.cat([before, x], 2)
+        self.keep(whole[:, :, -count:])
         return whole
+
+    def take(self, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+        """What the layer whose turn it is kept of the piece before, ``[rows, *shape]`` in *like*'s dtype; ``None`` for
+        zeros."""
+        if self._state is None:
+            return None
+        first, self._at = self._at, self._at + prod(shape)
+        return self._state[:, first : self._at].view(-1, *shape).to(like.dtype)
+
+    def keep(self, value: Tensor) -> None:
+        """*value* ``[rows, …]`` is what that layer will :meth:`take` of this piece."""
+        self._ends.append(value.flatten(1))
 
     def state(self, like: Tensor) -> Tensor:
         """What the next piece needs, ``[rows, size]``, in *like*'s dtype; its rows if no layer carried anything."""
@@ -51,7 +59,7 @@ class Carry:
 
 def carried(module: nn.Module) -> int:
     """How many numbers a row's :class:`Carry` through *module* has."""
-    return sum(int(part.carried) for part in module.modules() if isinstance(part, CausalConv | CausalUpsample))
+    return sum(int(getattr(part, "carried", 0)) for part in module.modules())
 
 
 def settle(module: nn.Module) -> None:

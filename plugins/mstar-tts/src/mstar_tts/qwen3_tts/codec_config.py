@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from mstar.spec.errors import WeightsError
+from mstar_tts.seanet_config import SeanetConfig
 
 __all__ = ["FOLDER", "CodecConfig", "DecoderConfig", "EncoderConfig", "SpeakerConfig", "TransformerConfig"]
 
@@ -63,19 +64,11 @@ class DecoderConfig:
 class EncoderConfig:
     """From sound to codes: a Mimi encoder.
 
-    :param ratios: of its downsampling, in the order in which they run. :param width: of the residual quantisers.
+    :param down: how many items of the transformer become a frame. :param width: of the residual quantisers.
     :param codebooks: those that the checkpoint has; :param used: those whose codes are taken.
     """
 
-    filters: int
-    residuals: int
-    ratios: tuple[int, ...]
-    kernel: int
-    last_kernel: int
-    residual_kernel: int
-    growth: int
-    compress: int
-    shortcut: bool
+    convolutions: SeanetConfig
     down: int
     codebook: int
     codebook_dim: int
@@ -87,7 +80,7 @@ class EncoderConfig:
 
     @property
     def frame_samples(self) -> int:
-        return prod(self.ratios) * self.down
+        return prod(self.convolutions.ratios) * self.down
 
 
 @dataclass(frozen=True)
@@ -261,15 +254,18 @@ def _encoder(config: Mapping[str, Any], used: int) -> EncoderConfig:
     if not 1 <= semantic < used <= codebooks:
         raise ValueError(f"{used} of {codebooks} codes a frame are used, {semantic} of them semantic")
     return EncoderConfig(
-        filters=int(config.get("num_filters", 64)),
-        residuals=int(config.get("num_residual_layers", 1)),
-        ratios=ratios[::-1],
-        kernel=int(config.get("kernel_size", 7)),
-        last_kernel=int(config.get("last_kernel_size", 3)),
-        residual_kernel=int(config.get("residual_kernel_size", 3)),
-        growth=int(config.get("dilation_growth_rate", 2)),
-        compress=int(config.get("compress", 2)),
-        shortcut=bool(config.get("use_conv_shortcut", False)),
+        convolutions=SeanetConfig(
+            filters=int(config.get("num_filters", 64)),
+            width=hidden,
+            ratios=ratios[::-1],
+            residuals=int(config.get("num_residual_layers", 1)),
+            kernel=int(config.get("kernel_size", 7)),
+            last_kernel=int(config.get("last_kernel_size", 3)),
+            residual_kernel=int(config.get("residual_kernel_size", 3)),
+            growth=int(config.get("dilation_growth_rate", 2)),
+            compress=int(config.get("compress", 2)),
+            shortcut=bool(config.get("use_conv_shortcut", False)),
+        ),
         down=down,
         codebook=int(config.get("codebook_size", 2048)),
         codebook_dim=int(config.get("codebook_dim") or hidden),

@@ -12,49 +12,23 @@ from torch import Tensor, nn
 
 from mstar.nn.node import Node, Packed, Step
 from mstar.weights.names import WeightMap
-from mstar_tts.codec_blocks import Carry, CausalConv, settle
+from mstar_tts.codec_blocks import Carry, settle
 from mstar_tts.qwen3_tts.codec_config import FOLDER, CodecConfig, EncoderConfig, TransformerConfig
 from mstar_tts.qwen3_tts.codec_quantizer import vectors
 from mstar_tts.qwen3_tts.codec_transformer import EncoderLayer, causal_mask, rotary
+from mstar_tts.seanet import encoder_layers, run
+from mstar_tts.seanet_config import SeanetConfig
 
 __all__ = ["ReferenceEncoder", "encoder_weights"]
 
 
-class _Residual(nn.Module):
-    def __init__(self, config: EncoderConfig, channels: int, dilation: int):
-        super().__init__()
-        narrow = channels // config.compress
-        first = CausalConv(channels, narrow, config.residual_kernel, dilation=dilation)
-        self.block = nn.ModuleList([nn.ELU(), first, nn.ELU(), CausalConv(narrow, channels, 1)])
-        self.shortcut = CausalConv(channels, channels, 1) if config.shortcut else None
-
-    def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        y = _run(self.block, x, carry)
-        return y + (x if self.shortcut is None else self.shortcut(x, carry))
-
-
-def _run(layers: nn.ModuleList, x: Tensor, carry: Carry) -> Tensor:
-    for layer in layers:
-        x = layer(x) if isinstance(layer, nn.ELU) else layer(x, carry)
-    return x
-
-
 class _Convolutions(nn.Module):
-    """SEANet's encoder (Tagliasacchi et al., 2020)."""
-
-    def __init__(self, config: EncoderConfig):
+    def __init__(self, config: SeanetConfig):
         super().__init__()
-        channels = config.filters
-        layers: list[nn.Module] = [CausalConv(1, channels, config.kernel)]
-        for ratio in config.ratios:
-            layers += [_Residual(config, channels, config.growth**index) for index in range(config.residuals)]
-            layers += [nn.ELU(), CausalConv(channels, 2 * channels, 2 * ratio, stride=ratio)]
-            channels *= 2
-        layers += [nn.ELU(), CausalConv(channels, config.transformer.hidden, config.last_kernel)]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(encoder_layers(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run(self.layers, x, Carry())
+        return run(self.layers, x, Carry())
 
 
 class _Transformer(nn.Module):
@@ -135,7 +109,7 @@ class _Quantizers(nn.Module):
 class _Mimi(nn.Module):
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        self.encoder = _Convolutions(config)
+        self.encoder = _Convolutions(config.convolutions)
         self.encoder_transformer = _Transformer(config.transformer)
         self.downsample = _Downsample(config.transformer.hidden, config.down)
         self.quantizer = _Quantizers(config)
