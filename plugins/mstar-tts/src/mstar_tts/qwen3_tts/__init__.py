@@ -1,1 +1,1 @@
-"""Qwen3-TTS with the 12 Hz codec: built-in speakers, designed voices and cloned ones."""
+"""Qwen3-TTS: a talker that writes sixteen codes a frame, and its 12 Hz codec."""
