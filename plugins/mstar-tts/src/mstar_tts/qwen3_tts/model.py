@@ -71,7 +71,7 @@ class Qwen3TTS(Model):
         self.codec = CodecConfig.read(read_config(context.weights / FOLDER))
         self.options = context.options
         self.clones = self.config.variant == "base"
-        self.clips = Clips(self.options.cached_clips)
+        self.clips = Clips(self.options.cached_clips if self.clones else 0)
 
     # --- graph --------------------------------------------------------------------------------------------------------
     def graph(self) -> Graph:

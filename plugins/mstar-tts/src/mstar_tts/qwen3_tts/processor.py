@@ -42,7 +42,8 @@ class Qwen3TTSProcessor(Processor):
 
     def __init__(self, context: ProcessorContext):
         super().__init__(context)
-        self.options = context.options
+        options = self.options = context.options
+        self._chunk_from, self._chunk = options.chunk_from_chars, options.chunk_chars
         self.config = TTSConfig.read(context.weights)
         wanted = next(variant for knobs, variant in _WANTED if issubclass(context.spec.knobs, knobs))
         self.config.require(context.spec.key, wanted)
@@ -78,10 +79,10 @@ class Qwen3TTSProcessor(Processor):
 
     def pieces(self, task: SpeechTask) -> Sequence[SpeechTask]:
         """Sentences joined to pieces, if the text is long."""
-        if len(task.text) < self.options.chunk_from_chars:
+        if len(task.text) < self._chunk_from:
             return (task,)
         spoken = find_language(task.knobs.language or "")
-        texts = sentence_pieces(task.text, self.options.chunk_chars, None if spoken is None else spoken.code)
+        texts = sentence_pieces(task.text, self._chunk, None if spoken is None else spoken.code)
         return [replace(task, text=text) for text in texts] or (task,)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -139,8 +140,7 @@ class Qwen3TTSProcessor(Processor):
 
         text = inside(asked.text, asked.text_field)
         if not text:
-            message = f"{asked.text_field!r} has nothing in it that this model can speak"
-            raise RequestError(message, param=asked.text_field, code="nothing_to_speak")
+            raise asked.silent()
         instruct: list[int] = []
         if asked.instruct and self.config.instructable:
             instruct = tokenizer.encode_around("<|im_start|>user\n", asked.instruct, "<|im_end|>\n")

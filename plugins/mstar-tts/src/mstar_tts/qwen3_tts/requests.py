@@ -83,6 +83,8 @@ class Asked:
         )
 
     def _check(self, config: TTSConfig, timbre_only: bool) -> None:
+        if not self.text:
+            raise self.silent()
         if config.variant == "base":
             self._check_clone(timbre_only)
         elif self.clip is not None:
@@ -105,6 +107,10 @@ class Asked:
                 "timbre alone"
             )
             raise RequestError(message, param="ref_text", code="missing_input")
+
+    def silent(self) -> RequestError:
+        message = f"{self.text_field!r} has nothing in it that this model can speak"
+        return RequestError(message, param=self.text_field, code="nothing_to_speak")
 
     def check_clip(self, longest_s: float) -> None:
         """Refuse a clip that is too short to tell a voice, or too long."""

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from mstar.spec.knobs import Finite, Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
 
-__all__ = ["MODELS", "CloneKnobs", "CustomVoiceKnobs", "DesignKnobs", "Qwen3TTSKnobs", "Qwen3TTSOptions"]
+__all__ = [
+    "MODELS",
+    "CloneKnobs",
+    "CloneOptions",
+    "CustomVoiceKnobs",
+    "CustomVoiceOptions",
+    "DesignKnobs",
+    "Qwen3TTSKnobs",
+    "Qwen3TTSOptions",
+]
 
 _TEXT = 32_768
+_Temperature = Annotated[float, Field(ge=0, le=100)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+_Penalty = Annotated[float, Field(gt=0, le=10)]
 
 
 class Qwen3TTSKnobs(Knobs):
@@ -23,20 +35,20 @@ class Qwen3TTSKnobs(Knobs):
         description="A language of the checkpoint: `German`, `de`; default: `auto`, the model finds out.",
     )
     do_sample: bool | None = Field(None, description="false: always the likeliest code of group 0.", strict=True)
-    temperature: Finite | None = Field(None, ge=0, le=100, description="Of group 0's codes; 0 is greedy.")
+    temperature: _Temperature | None = Field(None, description="Of group 0's codes; 0 is greedy.")
     top_k: int | None = Field(
         None, ge=0, description="Keep this many of the likeliest codes; 0 keeps all.", strict=True
     )
-    top_p: Finite | None = Field(None, gt=0, le=1, description="Keep the likeliest codes that sum to this probability.")
-    repetition_penalty: Finite | None = Field(
-        None, gt=0, le=10, description="Above 1: codes of group 0 that this answer has had get less likely."
+    top_p: _Share | None = Field(None, description="Keep the likeliest codes that sum to this probability.")
+    repetition_penalty: _Penalty | None = Field(
+        None, description="Above 1: codes of group 0 that this answer has had get less likely."
     )
     subtalker_dosample: bool | None = Field(
         None, description="`do_sample` of the code predictor, which chooses the other groups.", strict=True
     )
-    subtalker_temperature: Finite | None = Field(None, ge=0, le=100, description="`temperature` of the code predictor.")
+    subtalker_temperature: _Temperature | None = Field(None, description="`temperature` of the code predictor.")
     subtalker_top_k: int | None = Field(None, ge=0, description="`top_k` of the code predictor.", strict=True)
-    subtalker_top_p: Finite | None = Field(None, gt=0, le=1, description="`top_p` of the code predictor.")
+    subtalker_top_p: _Share | None = Field(None, description="`top_p` of the code predictor.")
     max_new_tokens: int | None = Field(
         None,
         ge=2,
@@ -83,9 +95,6 @@ class CloneKnobs(Qwen3TTSKnobs):
 
 
 class Qwen3TTSOptions(Knobs):
-    default_voice: str = Field(
-        "vivian", max_length=80, description="The speaker of requests that name none (models with built-in speakers)."
-    )
     max_tokens: int | None = Field(
         None,
         ge=64,
@@ -107,22 +116,36 @@ class Qwen3TTSOptions(Knobs):
         description="An answer of more frames (80 ms) a token of the text, and 50, is cut, unless the request says "
         "`max_new_tokens`.",
     )
-    max_clip_s: Finite = Field(60.0, ge=1, le=600, description="Longest clip of a voice to clone.")
+    codec_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the codec's decoder.")
+
+
+class CustomVoiceOptions(Qwen3TTSOptions):
+    default_voice: str = Field("vivian", max_length=80, description="The speaker of requests that name none.")
+
+
+class CloneOptions(Qwen3TTSOptions):
+    max_clip_s: Finite = Field(60.0, ge=1, le=600, description="Longest clip of a voice.")
     cached_clips: int = Field(
         256,
         ge=0,
         le=65_536,
-        description="Clips whose voice and frames are kept, those not used longest make room.",
+        description="What is heard in clips is kept, so many voices and so many clips' frames; 0 keeps nothing.",
         strict=True,
     )
-    codec_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the codec's decoder.")
 
 
 _HUB = "https://huggingface.co/Qwen/"
 
 
 def _spec(
-    key: str, name: str, revision: str, summary: str, knobs: type[Knobs], size: int, inputs: tuple[str, ...] = ("text",)
+    key: str,
+    name: str,
+    revision: str,
+    summary: str,
+    knobs: type[Knobs],
+    options: type[Knobs],
+    size: int,
+    inputs: tuple[str, ...] = ("text",),
 ) -> ModelSpec:
     repository = f"Qwen3-TTS-12Hz-{name}"
     allow = ["*.json", "*.txt", "*.safetensors", "speech_tokenizer/*.json", "speech_tokenizer/*.safetensors"]
@@ -135,7 +158,7 @@ def _spec(
         model="mstar_tts.qwen3_tts.model:Qwen3TTS",
         processor="mstar_tts.qwen3_tts.processor:Qwen3TTSProcessor",
         knobs=knobs,
-        options=Qwen3TTSOptions,
+        options=options,
         abilities=("speech", "generate"),
         inputs=inputs,
         outputs=("audio",),
@@ -152,6 +175,7 @@ QWEN3_TTS = _spec(
     "85e237c12c027371202489a0ec509ded67b5e4b5",
     "Qwen3-TTS 0.6B: ten languages with nine speakers, streamed from the first frame.",
     CustomVoiceKnobs,
+    CustomVoiceOptions,
     2_500_000_000,
 )
 QWEN3_TTS_1P7B = _spec(
@@ -160,6 +184,7 @@ QWEN3_TTS_1P7B = _spec(
     "0c0e3051f131929182e2c023b9537f8b1c68adfe",
     "Qwen3-TTS 1.7B: ten languages with nine speakers, who can be told how to speak.",
     CustomVoiceKnobs,
+    CustomVoiceOptions,
     4_500_000_000,
 )
 QWEN3_TTS_VOICEDESIGN = _spec(
@@ -168,6 +193,7 @@ QWEN3_TTS_VOICEDESIGN = _spec(
     "5ecdb67327fd37bb2e042aab12ff7391903235d3",
     "Qwen3-TTS 1.7B: ten languages, in a voice that the request describes.",
     DesignKnobs,
+    Qwen3TTSOptions,
     4_500_000_000,
 )
 QWEN3_TTS_BASE = _spec(
@@ -176,6 +202,7 @@ QWEN3_TTS_BASE = _spec(
     "fd4b254389122332181a7c3db7f27e918eec64e3",
     "Qwen3-TTS 1.7B: ten languages, in the voice of a clip.",
     CloneKnobs,
+    CloneOptions,
     4_500_000_000,
     ("text", "audio"),
 )
