@@ -49,7 +49,8 @@ class CodePredictor(nn.Module):
         below 0 adds nothing."""
         there = codes >= 0
         found = self.model.embed_tokens(codes.clamp(min=0) + self.places)
-        return (found * there.unsqueeze(-1)).sum(1)
+        total: Tensor = (found * there.unsqueeze(-1)).sum(1)
+        return total
 
     def forward(self, hidden: Tensor, first: Tensor, sample: Callable[[Tensor], Tensor]) -> Tensor:
         """Choose the codes of groups 1….
@@ -92,7 +93,7 @@ class _StepKV:
         new = torch.arange(self.length, self.length + count, device=self.starts.device)
         self.length, self.fresh = self.length + count, count
         self.places = (new.unsqueeze(1) + self.starts).flatten()
-        return new.repeat_interleave(self.rows)
+        return new.unsqueeze(1).expand(count, self.rows).reshape(-1)
 
     def attend_heads(
         self, layer: int, heads: Tensor, q_heads: int, rotation: Rotation, norms: ops.HeadNorms | None

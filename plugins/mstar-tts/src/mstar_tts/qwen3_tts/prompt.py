@@ -72,7 +72,7 @@ def lay_out(
         request's own voice, ``None`` for none. :param frames: of the clip that the prompt repeats (in-context cloning).
     """
     ids, pad = config.codec, config.tts_pad
-    tag = (ids.nothink, ids.think_bos, ids.think_eos)
+    tag: tuple[int, ...] = (ids.nothink, ids.think_bos, ids.think_eos)
     if language is not None:
         tag = (ids.think, ids.think_bos, language, ids.think_eos)
     head = [*tag, *([] if speaker is None else [speaker]), ids.pad]

@@ -70,7 +70,7 @@ class Talker(Node):
             int64 ``[rows]``. :param voice: ``[rows, hidden]``.
         """
         lengths = list(step.lengths)
-        padded = [F.pad(row, (0, self.queue - len(row))) for row in queue.split(lengths)]
+        padded = [F.pad(row, (0, self.queue - len(row))) for row in torch.split(queue, lengths)]
         step["text"].write("queue", torch.stack(padded))
         step["text"].write("sizes", torch.stack((prompt_length, queue.new_tensor(lengths)), 1))
         if voice is not None:
@@ -101,7 +101,7 @@ class Talker(Node):
     def embed(self, step: Step, rows: Tensor) -> Tensor:
         """``[N, hidden]``."""
         text, first = rows[:, 0], rows[:, 1]
-        x = self.text_projection(self.text_embedding(text))
+        x: Tensor = self.text_projection(self.text_embedding(text))
         codes = self.model.embed_tokens(first.clamp(min=0)) * (first >= 0).unsqueeze(1)
         x = x + (codes + self.code_predictor.embed(rows[:, 2:]))
         if self.voiced:
