@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from mstar.processing.resampling import resample
 from mstar.spec.errors import WeightsError
 from mstar.testing.sounds import babble
 from mstar.weights.loader import load
 from mstar_tts.codec_blocks import Carry
+from mstar_tts.watermark.__main__ import main
 from mstar_tts.watermark.audioseal import HOP, SEANET, Detector, Generator, audioseal_weights
 from mstar_tts.watermark.options import AudioWatermark, message_bits
 
@@ -150,3 +153,26 @@ def test_messages() -> None:
 def test_options_that_are_refused(option: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         AudioWatermark(**option)
+
+
+def test_the_command_says_what_the_reference_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At another rate, in stereo: the detector gets mono at 24 kHz."""
+    reference = reference_detector(8)
+    torch.save({"model": saved(reference)}, tmp_path / "detector_streaming.pth")
+    clip = torch.stack([sound(16_000, 1), sound(16_000, 2)], 1)
+    soundfile.write(tmp_path / "said.wav", clip.numpy(), 16_000, subtype="FLOAT")
+    heard = torch.from_numpy(resample(clip.mean(1).numpy(), 16_000, 24_000))[None, None]
+    found, bits = reference(heard)
+    wanted = "".join(str(int(bit > 0.5)) for bit in bits[0])
+    score = float((found[0, 1] > 0.5).float().mean())
+    command = ["detect", "--detector", str(tmp_path), "--threshold", "-0.1", str(tmp_path / "said.wav")]
+    assert main([*command, "--message", wanted]) == 0
+    assert f"said.wav: marked, score {score:.3f}, message {wanted}" in capsys.readouterr().out
+    other = int(wanted, 2) ^ 1
+    assert main([*command, "--message", hex(other)]) == 1
+    assert "not marked" in capsys.readouterr().out
+    assert main([*command[:-1], str(tmp_path / "absent.wav")]) == 2
+    assert "absent.wav cannot be read as sound" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--message", "0x10000"])
+    assert "from 0 to 65535" in capsys.readouterr().err

@@ -9,21 +9,22 @@ Reference: ``audioseal`` 0.2.0 (San Roman et al., 2024), cards ``audioseal_wm_st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from mstar.spec.errors import WeightsError
-from mstar.weights.checkpoint import open_checkpoint
+from mstar.weights.checkpoint import TensorInfo, open_checkpoint
 from mstar.weights.names import Placement, WeightMap
 from mstar_tts.codec_blocks import Carry, CausalConv, CausalUpsample, carried, settle
 from mstar_tts.seanet import LSTM, decoder_layers, encoder_layers, run
 from mstar_tts.seanet_config import SeanetConfig
 from mstar_tts.watermark.options import BITS
 
-__all__ = ["HOP", "SEANET", "Detector", "Generator", "audioseal_weights"]
+__all__ = ["HOP", "SEANET", "Detector", "Generator", "audioseal_sizes", "audioseal_weights"]
 
 SEANET = SeanetConfig(filters=32, width=128, ratios=(2, 4, 5, 8), lstm=2)
 """Sizes of the published models."""
@@ -127,12 +128,8 @@ def audioseal_weights(module: Generator | Detector, file: Path) -> WeightMap:
 
     :raises WeightsError: there is no such file, or it holds no such model.
     """
-    if not file.exists():
-        raise WeightsError(f"there is no {file}")
-    names = set(open_checkpoint(file).tensors)
-    prefix = next((p for p in ("best_state.model.", "model.", "") if any(_part(name, p) for name in names)), None)
-    if prefix is None:
-        raise WeightsError(f"{file} holds no AudioSeal model: its tensors are {', '.join(sorted(names)[:3])}, …")
+    tensors, prefix = _opened(file)
+    names = set(tensors)
     places = []
     for path, owner in list(module.named_modules()):
         published = prefix + _published(module, path)
@@ -151,8 +148,28 @@ def audioseal_weights(module: Generator | Detector, file: Path) -> WeightMap:
     return WeightMap(tuple(places), float32=(".*",), folder=str(file.resolve()))
 
 
-def _part(name: str, prefix: str) -> bool:
-    return name.startswith((f"{prefix}encoder.model.", f"{prefix}detector.0."))
+def audioseal_sizes(file: Path) -> SeanetConfig:
+    """Of the model in *file*, or the folder that holds it; where they differ from :data:`SEANET`, it is a test's.
+
+    :raises WeightsError: there is no such file, or it holds no such model.
+    """
+    tensors, prefix = _opened(file)
+    biases = {half: f"{prefix}{half}.model.{{}}.conv.conv.bias" for half in ("encoder", "detector.0")}
+    half = next(half for half, name in biases.items() if name.format(0) in tensors)
+    last = max(index for index in range(64) if biases[half].format(index) in tensors)
+    (filters,), (width,) = (tensors[biases[half].format(index)].shape for index in (0, last))
+    return replace(SEANET, filters=filters, width=width)
+
+
+def _opened(file: Path) -> tuple[Mapping[str, TensorInfo], str]:
+    """The tensors of *file*, and what comes before the names of the model's."""
+    if not file.exists():
+        raise WeightsError(f"there is no {file}")
+    tensors = open_checkpoint(file).tensors
+    for prefix in ("best_state.model.", "model.", ""):
+        if any(f"{prefix}{half}.model.0.conv.conv.bias" in tensors for half in ("encoder", "detector.0")):
+            return tensors, prefix
+    raise WeightsError(f"{file} holds no AudioSeal model: its tensors are {', '.join(sorted(tensors)[:3])}, …")
 
 
 def _published(module: nn.Module, path: str) -> str:
@@ -170,6 +187,8 @@ def _published(module: nn.Module, path: str) -> str:
 
 
 def _unfold(conv: nn.Conv1d | nn.ConvTranspose1d) -> None:
+    if hasattr(conv, "weight_g"):
+        return
     weight = conv.weight
     del conv.weight
     conv.weight_g = nn.Parameter(weight.new_empty(weight.shape[0], 1, 1), requires_grad=False)
