@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,8 @@ def alone(make: Make, key: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["qwen3_tts", "qwen3_tts_base"])
-def wanted(request: pytest.FixtureRequest, make: Make) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield request.param, alone(make, request.param)
+def wanted(request: pytest.FixtureRequest, make: Make) -> tuple[str, dict[str, Any]]:
+    return request.param, alone(make, request.param)
 
 
 def check(driver: Driver, want: dict[str, Any]) -> None:
@@ -170,3 +170,15 @@ def test_frames_are_one_less_than_tokens(make: Make) -> None:
     assert isinstance(end, Done)
     assert end.reason == "length"
     assert driver.result("r")["audio"].shape == (4 * 1920,)
+
+
+def test_sound_comes_after_the_first_frame_and_in_growing_pieces(make: Make) -> None:
+    driver = make("qwen3_tts_1p7b")
+    driver.submit("r", Example("one", {"max_new_tokens": 40, "ignore_eos": True, "seed": 5}))
+    steps: list[int] = []
+    while "r" not in driver.ended:
+        driver.worker.step()
+        driver.take()
+        steps.append(len(driver.emitted.get("r", ())))
+    assert [len(event.data) / 1920 for event in driver.emitted["r"]] == [1, 3, 8, 16, 11]
+    assert steps.index(1) <= 2  # the prompt, perhaps one more frame, then the codec

@@ -52,6 +52,7 @@ from mstar_tts.qwen3_tts.config import TTSConfig
 from mstar_tts.qwen3_tts.prompt import fill
 from mstar_tts.qwen3_tts.speaker_encoder import SpeakerEncoder, speaker_weights
 from mstar_tts.qwen3_tts.talker import Talker, talker_weights
+from mstar_tts.watermark.marking import marked
 
 __all__ = ["CLIP", "Qwen3TTS"]
 
@@ -60,6 +61,7 @@ CLIP = "clip"
 _RAMP = Ramp((1, 3, 8, 16, 25))
 
 
+@marked(lambda model: Ramp(tuple(frames * model.codec.samples_per_frame for frames in _RAMP.sizes)))
 class Qwen3TTS(Model):
     """All four keys. A request brings ``rows``; ``queue`` and ``prompt_length`` if its text streams or it has a voice
     of its own; and ``clip``, float32 ``[S]`` at the codec's rate, with its digest among the parameters."""

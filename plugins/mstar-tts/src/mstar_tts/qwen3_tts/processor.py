@@ -139,8 +139,6 @@ class Qwen3TTSProcessor(Processor):
             return ids[len(role) : len(ids) - len(end)]
 
         text = inside(asked.text, asked.text_field)
-        if not text:
-            raise asked.silent()
         instruct: list[int] = []
         if asked.instruct and self.config.instructable:
             instruct = tokenizer.encode_around("<|im_start|>user\n", asked.instruct, "<|im_end|>\n")

@@ -83,8 +83,9 @@ class Asked:
         )
 
     def _check(self, config: TTSConfig, timbre_only: bool) -> None:
-        if not self.text:
-            raise self.silent()
+        if not any(character.isalnum() for character in self.text):
+            message = f"{self.text_field!r} has nothing in it that this model can speak"
+            raise RequestError(message, param=self.text_field, code="nothing_to_speak")
         if config.variant == "base":
             self._check_clone(timbre_only)
         elif self.clip is not None:
@@ -107,10 +108,6 @@ class Asked:
                 "timbre alone"
             )
             raise RequestError(message, param="ref_text", code="missing_input")
-
-    def silent(self) -> RequestError:
-        message = f"{self.text_field!r} has nothing in it that this model can speak"
-        return RequestError(message, param=self.text_field, code="nothing_to_speak")
 
     def check_clip(self, longest_s: float) -> None:
         """Refuse a clip that is too short to tell a voice, or too long."""
@@ -146,9 +143,9 @@ def samplings(knobs: Any, defaults: SamplingDefaults, most: int, eos: int) -> di
         repetition_penalty=given("repetition_penalty"),
         seed=knobs.seed,
         max_tokens=most,
-        min_tokens=_LEAST_TOKENS,
+        # an end that came all the same would be no frame, so it may not come
+        min_tokens=most if knobs.ignore_eos else _LEAST_TOKENS,
         stop_token_ids=(eos,),
-        ignore_eos=knobs.ignore_eos,
     )
     rest = SamplingParams(
         temperature=given("subtalker_temperature") if others else 0.0,

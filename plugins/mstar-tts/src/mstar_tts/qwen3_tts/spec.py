@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mstar.spec.knobs import Finite, Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
+from mstar_tts.watermark.options import WatermarkOptions
 
 __all__ = [
     "MODELS",
@@ -94,7 +95,7 @@ class CloneKnobs(Qwen3TTSKnobs):
     )
 
 
-class Qwen3TTSOptions(Knobs):
+class Qwen3TTSOptions(WatermarkOptions):
     max_tokens: int | None = Field(
         None,
         ge=64,
