@@ -208,3 +208,10 @@ def test_a_request_that_is_cancelled_leaves_nothing(file: Path) -> None:
     driver.cancel("a")
     driver.run()
     driver.assert_empty()
+
+
+def test_perth_marks_no_sound_that_comes_in_pieces(file: Path) -> None:
+    registry = Registry(load_plugins(Settings(extra_plugins=(__name__,))))
+    options = {"audio_watermark": {"enabled": True, "method": "perth", "generator": str(file)}}
+    with pytest.raises(SetupError, match="PerTh marks whole sounds"):
+        Driver("hummer", registry, file.parent, device="cpu", dtype="float32", model_kwargs=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -242,3 +243,15 @@ def test_a_missing_and_a_strange_tensor_stop_the_start(folder: Path, tmp_path: P
 def test_a_config_of_another_codec_is_refused(part: str, change: Mapping[str, Any], words: str) -> None:
     with pytest.raises(WeightsError, match=words):
         CodecConfig.read({**CODEC, part: {**CODEC[part], **change}})
+
+
+def test_the_benchmark_says_that_a_tiny_codec_is_right(tmp_path: Path) -> None:
+    program = Path(__file__).parents[3] / "benchmarks" / "codec_gpu.py"
+    if not program.exists():
+        pytest.skip("the benchmarks are in a checkout only")
+    words = ["--tiny", "--device", "cpu", "--rows", "1", "2", "--out", str(tmp_path / "r.json")]
+    done = subprocess.run([sys.executable, str(program), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert len(result["rows"]) == 10
+    assert 0 < result["check"]["streamed"] < 1e-4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -30,9 +30,12 @@ def message_bits(message: int | str) -> tuple[int, ...]:
 
 
 class AudioWatermark(Knobs):
-    """AudioSeal on everything that a deployment says."""
+    """A mark on everything that a deployment says."""
 
     enabled: bool = Field(False, description="Mark all sound.", strict=True)
+    method: Literal["audioseal", "perth"] = Field(
+        "audioseal", description="`perth`: Resemble's, without a message, for models that send whole sounds."
+    )
     message: int | str = Field(
         0, description="Sixteen bits that the mark carries: 0 to 65535 (`0xBEEF`), or 16 characters 0 and 1."
     )
@@ -40,8 +43,8 @@ class AudioWatermark(Knobs):
     generator: str | None = Field(
         None,
         min_length=1,
-        description="AudioSeal's streaming generator: the file `generator_streaming.pth` of facebook/audioseal, or a "
-        "folder that holds it.",
+        description="The network's file: AudioSeal's `generator_streaming.pth` of facebook/audioseal, or a folder that "
+        "holds it; PerTh's, if not that of the package resemble-perth.",
     )
 
     @field_validator("message", mode="before")
@@ -58,5 +61,5 @@ class WatermarkOptions(Knobs):
 
     audio_watermark: AudioWatermark = Field(
         AudioWatermark(),
-        description="Mark all sound with AudioSeal: `{enabled: true, message: 0xBEEF, alpha: 1.0, generator: FILE}`.",
+        description="A mark on all sound: `{enabled: true, message: 0xBEEF, alpha: 1.0, generator: FILE}`.",
     )
