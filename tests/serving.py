@@ -63,10 +63,11 @@ def serving(
     extra_plugins: tuple[str, ...] = (),
     on_demand: tuple[str, ...] = (),
     server_options: Mapping[str, Any] | None = None,
+    accept_licences: tuple[str, ...] = (),
     **overrides: object,
 ) -> Iterator[Server]:
     """Serve models *keys*, and *on_demand* ones, until the block ends. *overrides*: deployment fields."""
-    settings = Settings(extra_plugins=extra_plugins)
+    settings = Settings(extra_plugins=extra_plugins, accept_licences=accept_licences)
     registry = Registry(load_plugins(settings))
     assert not registry.plugins.broken, registry.plugins.broken
     _import_all(registry, (*keys, *on_demand))

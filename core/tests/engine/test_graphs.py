@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -270,6 +271,29 @@ def test_edits_of_logits_run_in_graphs_and_stay_with_their_requests(
     assert edited_answers(driver, 3) == wanted
     assert None not in variants, "a step ran as plain calls"
     assert {(v.edits, v.bias) for v in variants} >= {(True, 0), (True, 256)}
+    assert not runner.faults
+
+
+def test_where_all_requests_have_a_penalty_the_first_finds_its_graphs(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(driver: Driver) -> dict[str, Any]:
+        for i in range(3):
+            knobs = {"repetition_penalty": 1.3 + i, "temperature": 0.8 * i, "top_p": 0.8, "seed": i, "max_tokens": 9}
+            driver.submit(f"r{i}", Example("abcdef"[: i + 1], knobs))
+        driver.run()
+        driver.assert_empty()
+        return {name: [e.data for e in events] for name, events in driver.emitted.items()}
+
+    wanted = said(Driver(miniature("mini_chat"), registry))
+    driver = Driver(miniature("mini_chat"), registry)
+    sampler: Any = driver.worker.resources["sampler"]
+    sampler.spec = dataclasses.replace(sampler.spec, penalised=True)
+    runner, _ = record_steps(monkeypatch, driver, rows=16)
+    prepared = set(runner._lanes)
+    assert {dict(key[4])["sampler"].edits for key in prepared} == {True}
+    assert said(driver) == wanted
+    assert {key for key in runner._lanes if key[2] == key[3]} <= prepared  # the rest are other sizes of prompts
     assert not runner.faults
 
 

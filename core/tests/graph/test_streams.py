@@ -158,8 +158,11 @@ def test_only_what_is_new_goes_out() -> None:
     assert (cut.tensor().tolist(), overlap) == ([3, 4, 5, 6, 7, 8], 0)
     cut, overlap = fresh(sound, Fresh("codes", 3, overlap=2), chunk)
     assert (cut.tensor().tolist(), overlap) == ([3, 4, 5, 6, 7, 8, 9, 10], 2)
-    with pytest.raises(ValueError, match="shorter than"):
-        fresh(Ref.whole(torch.zeros(11)), Fresh("codes", 3), chunk)
+    cut, overlap = fresh(sound, Fresh("codes", 3, overlap=2, cut=True), chunk)
+    assert (cut.tensor().tolist(), overlap) == ([0, 1, 2, 3, 4, 5, 6, 7], 2)
+    for rule in (Fresh("codes", 3), Fresh("codes", 3, cut=True)):
+        with pytest.raises(ValueError, match="shorter than"):
+            fresh(Ref.whole(torch.zeros(5)), rule, chunk)
 
 
 def test_a_client_that_sends_too_much_is_told() -> None:

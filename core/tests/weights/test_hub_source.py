@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from mstar.spec.errors import WeightsError
-from mstar.spec.model import WeightsRef
+from mstar.spec.knobs import Knobs
+from mstar.spec.model import Licence, ModelSpec, WeightsRef
 from mstar.weights.hub import HubSource
-from mstar.weights.sources import SourceContext
+from mstar.weights.parts import assembled
+from mstar.weights.sources import SourceContext, resolve_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -128,6 +130,62 @@ def test_patterns_of_the_reference(hub: FakeHub, tmp_path: Path) -> None:
     ref = WeightsRef("hub", "o/tiny", COMMIT, {"allow": ["*"], "ignore": ["*.md", "*.json"]})
     folder = HubSource().resolve(ref, context(hub, tmp_path))
     assert {file.name for file in folder.iterdir()} == {"model.safetensors", "pytorch_model.bin"}
+
+
+PARTS = {"parts": {"codec": {"id": "o/tiny", "revision": COMMIT, "allow": ["*.bin", "*.md"]}}}
+
+
+def test_parts_become_folders(hub: FakeHub, tmp_path: Path) -> None:
+    ref = WeightsRef("hub", "o/tiny", COMMIT, PARTS)
+    assert HubSource().present(ref, context(hub, tmp_path)) is None
+    folder = HubSource().resolve(ref, context(hub, tmp_path))
+    assert {file.name for file in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json", "codec"}
+    assert (folder / "codec" / "pytorch_model.bin").read_bytes() == FILES["pytorch_model.bin"]
+    hub.requested.clear()
+    assert HubSource().resolve(ref, context(hub, tmp_path, offline=True)) == folder
+    assert HubSource().present(ref, context(hub, tmp_path)) == folder
+    assert hub.requested == []
+
+
+def test_a_folder_of_links_that_lead_nowhere_is_made_again(tmp_path: Path) -> None:
+    main, part = tmp_path / "main", tmp_path / "part"
+    for made in (main, part):
+        made.mkdir()
+        (made / "file").write_text(made.name)
+    folder = assembled(tmp_path / "cache", main, {"codec": part})
+    (folder / "file").unlink()
+    (folder / "file").symlink_to(tmp_path / "gone")
+    assert assembled(tmp_path / "cache", main, {"codec": part}) == folder
+    assert (folder / "file").read_text() == "main"
+    assert (folder / "codec" / "file").read_text() == "part"
+
+
+def test_a_part_that_the_repository_has_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "main" / "codec").mkdir(parents=True)
+    assert assembled(tmp_path / "cache", tmp_path / "main", {"codec": tmp_path}) == tmp_path / "main"
+
+
+@pytest.mark.parametrize("part", [{"revision": COMMIT}, {"id": "o/tiny", "alow": ["*"]}])
+def test_a_part_that_cannot_be_read_is_named(hub: FakeHub, tmp_path: Path, part: dict[str, object]) -> None:
+    with pytest.raises(WeightsError, match="a part 'codec' that cannot be read"):
+        HubSource().resolve(WeightsRef("hub", "o/tiny", COMMIT, {"parts": {"codec": part}}), context(hub, tmp_path))
+
+
+def test_another_copy_has_the_parts_of_the_published_one(hub: FakeHub, tmp_path: Path) -> None:
+    """A fine-tune of the language model needs the same codec."""
+    spec = ModelSpec(
+        key="speaks",
+        family="tests",
+        summary="",
+        weights=(WeightsRef("hub", "o/published", COMMIT, PARTS),),
+        licence=Licence("Apache-2.0"),
+        model="",
+        processor="",
+        knobs=Knobs,
+    )
+    folder = resolve_weights(spec, f"o/tiny@{COMMIT}", lambda name: HubSource, context(hub, tmp_path))
+    assert folder is not None
+    assert (folder / "codec" / "pytorch_model.bin").is_file()
 
 
 def test_a_cached_snapshot_serves_offline(hub: FakeHub, tmp_path: Path) -> None:

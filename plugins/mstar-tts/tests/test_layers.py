@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from mstar.nn.ops import cpu_kernels_fault
 from mstar_tts.kokoro import ops
 from mstar_tts.kokoro.layers import BiLSTM, Conv, Upsample, keep
-from mstar_tts.kokoro.noise import normal
 from mstar_tts.kokoro.spectrum import Spectrum
+from mstar_tts.noise import normal
 
 LENGTHS = torch.tensor([130, 1, 77])
 

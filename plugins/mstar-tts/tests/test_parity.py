@@ -15,9 +15,9 @@ from mstar.nn.model import BuildContext
 from mstar.weights.loader import load
 from mstar_tts.kokoro.model import Kokoro
 from mstar_tts.kokoro.nodes import FrameHalf, TextHalf
-from mstar_tts.kokoro.noise import normal
 from mstar_tts.kokoro.spec import KokoroOptions
 from mstar_tts.kokoro.vocoder import HARMONICS
+from mstar_tts.noise import normal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kokoro_reference import reference_model, without_rounding_luck

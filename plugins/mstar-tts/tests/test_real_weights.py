@@ -18,9 +18,9 @@ from mstar.weights.package import PackageSource
 from mstar.weights.sources import SourceContext, WeightSource, resolve_weights
 from mstar_tts.kokoro.convert import FILE
 from mstar_tts.kokoro.model import Kokoro
-from mstar_tts.kokoro.noise import normal
 from mstar_tts.kokoro.spec import KOKORO, KokoroOptions
 from mstar_tts.kokoro.vocoder import HARMONICS
+from mstar_tts.noise import normal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kokoro_reference import reference_class

@@ -211,10 +211,11 @@ def _released(rest: Tensor) -> Tensor:
 def fresh(ref: Ref, rule: Fresh, chunk: Chunk) -> tuple[Ref, int]:
     """What of a call's output belongs to the new items of the *chunk* that it was called with, and how many items of
     that are overlap."""
-    items = ref.on_host()
-    end = items.shape[0] - (chunk.ahead + chunk.pad) * rule.per_unit // chunk.unit
-    start = end - chunk.new * rule.per_unit // chunk.unit
-    if start < 0:
+    items, new = ref.on_host(), chunk.new * rule.per_unit // chunk.unit
+    behind = (chunk.ahead + chunk.pad) * rule.per_unit // chunk.unit
+    end = new if rule.cut else items.shape[0] - behind
+    start = end - new
+    if start < 0 or end > items.shape[0]:
         raise ValueError(f"an output of {items.shape[0]} items is shorter than what belongs to its chunk's new items")
     overlap = min(rule.overlap, chunk.ahead * rule.per_unit // chunk.unit)
     return Ref.whole(items[start : end + overlap]), overlap

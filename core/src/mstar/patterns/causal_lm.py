@@ -18,9 +18,8 @@ from mstar.nn.decoder import DecoderStack
 from mstar.nn.linear import LMHead
 from mstar.nn.model import BuildContext, Demand, Model
 from mstar.nn.node import Node, Sampled, Step
-from mstar.spec.errors import SetupError
+from mstar.patterns.shapes import context_length
 from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partition, Port, Seq, Stream, TokenStop
-from mstar.spec.knobs import TextOptions
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import PagedKV, Positions, ResourceSpec, Sampler
 from mstar.weights.names import WeightMap
@@ -77,7 +76,7 @@ class CausalLM(Model):
     def __init__(self, context: BuildContext):
         super().__init__(context)
         self.config = self.decoder_config()
-        self.max_tokens = _context_length(context, self.config)
+        self.max_tokens = context_length(context.options, self.config)
 
     def decoder_config(self) -> DecoderConfig:
         """All sizes, from the ``config.json`` beside the weights. Families whose config is nested override it."""
@@ -127,10 +126,3 @@ class CausalLM(Model):
         with torch.device("meta"):
             module = self.build(node)
         return WeightMap.from_module(module, rename=self.rename, ignore=self.ignore)
-
-
-def _context_length(context: BuildContext, config: DecoderConfig) -> int:
-    wanted = TextOptions.of(context.options).max_tokens or config.max_positions
-    if wanted > config.max_positions:
-        raise SetupError(f"model_kwargs.max_tokens is {wanted!r}; the model takes 2 to {config.max_positions}")
-    return wanted

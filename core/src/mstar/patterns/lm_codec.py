@@ -26,6 +26,7 @@ from mstar.spec.graph import (
     Fixed,
     Fresh,
     Graph,
+    Left,
     Loop,
     NodeSpec,
     Offset,
@@ -58,7 +59,9 @@ class LMCodecFacts:
     :param codebooks: codes of one frame. 1: the sampled token is the code. More: the LM also gives each frame.
     :param codes: the ids that are codes, by their position in a frame (:class:`~mstar.spec.graph.Codes`); what else is
         sampled makes no sound. Empty: whatever is sampled is a code.
+    :param cut: the codec spares itself what is not new: it gets ``left`` and returns sound that begins with new units.
     :param noise: the codec draws noise: it gets ``key`` and ``offset``.
+    :param penalised: all requests have a penalty (:class:`~mstar.spec.resources.Sampler`).
     :param overlap: samples that are blended where two windows meet; the renderer does it
         (:class:`mstar.processing.crossfade.Crossfade`).
     :param codec_rows: most rows of a step of the codec, and to how many captured ones are filled up
@@ -72,6 +75,8 @@ class LMCodecFacts:
     codebooks: int = 1
     codes: tuple[tuple[int, int], ...] = ()
     noise: bool = False
+    penalised: bool = False
+    cut: bool = False
     overlap: int = 0
     codec_rows: tuple[int, ...] = ()
 
@@ -101,7 +106,8 @@ class LMCodec(Model):
     ``codec.forward(step, codes) -> {"samples": float32 [rows, S]}``: *codes* int64 ``[rows, C]`` (or
     ``[rows, C, codebooks]``), windows of one size with their context and look-ahead. It returns the sound of all of
     them, of which the new part goes out; it may leave out samples at the head that are surely context. With ``noise``
-    it also gets ``key`` int64 ``[rows]``, the request's, and ``offset`` int64 ``[rows]``, the codes before the window.
+    it also gets ``key`` int64 ``[rows]``, the request's, and ``offset`` int64 ``[rows]``, the codes before the window;
+    with ``cut``, ``left`` int64 ``[rows]``, the codes of its context.
 
     *A request* brings ``prompt``, and with ``noise`` an int64 ``noise_key``.
     """
@@ -122,15 +128,16 @@ class LMCodec(Model):
             prefix=facts.codebooks == 1,  # with frames the KV depends on more than the ids
         )
         number = Port("key", "int64", (), "stacked")
-        drawn = (number, replace(number, name="offset")) if facts.noise else ()
+        told: dict[str, Source] = {"left": Left("codes")} if facts.cut else {}
+        if facts.noise:
+            told |= {"key": "noise_key", "offset": Offset("codes")}
         codec = Entry(
-            inputs=(Port("codes", "int64", ("C", *width), "stacked"), *drawn),
+            inputs=(Port("codes", "int64", ("C", *width), "stacked"), *(replace(number, name=name) for name in told)),
             outputs=(Port("samples", "float32", ("S",), "stacked"),),
             graph_sizes=tuple({"C": size} for size in window_sizes(facts.chunk)),
         )
         first = Call("lm", inputs={"ids": "prompt"}, outputs={"token": "token"}, emit={outputs[-1].name: "codes"})
-        noise: dict[str, Source] = {"key": "noise_key", "offset": Offset("codes")} if facts.noise else {}
-        sound = Call("codec", inputs={"codes": Pull("codes"), **noise}, emit={"samples": "audio"})
+        sound = Call("codec", inputs={"codes": Pull("codes"), **told}, emit={"samples": "audio"})
         return Graph(
             nodes=(
                 NodeSpec("lm", (lm,)),
@@ -157,15 +164,16 @@ class LMCodec(Model):
                     Port("sample", "float32", (), "stacked"),
                     "audio",
                     seconds_per_item=1 / facts.rate,
-                    fresh=Fresh("codes", facts.samples, facts.overlap),
+                    fresh=Fresh("codes", facts.samples, facts.overlap, facts.cut),
                 ),
             ),
             inputs=(Port("prompt", "int64", ("T",)), *((replace(number, name="noise_key"),) if facts.noise else ())),
         )
 
     def resources(self) -> Mapping[str, ResourceSpec]:
-        lm = self.facts().lm
-        return {"kv": lm.kv(), "positions": Positions(), "sampler": lm.sampler()}
+        facts = self.facts()
+        sampler = replace(facts.lm.sampler(), penalised=facts.penalised)
+        return {"kv": facts.lm.kv(), "positions": Positions(), "sampler": sampler}
 
     def demand(self, request: EngineRequest) -> Iterable[Demand]:
         yield Demand("kv", tokens=len(request.inputs["prompt"]) + answer_tokens(request))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mstar.nn.config import DecoderConfig
+from mstar.spec.errors import SetupError
+from mstar.spec.knobs import TextOptions
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import PagedKV, Sampler
 
-__all__ = ["DecoderShape", "answer_tokens"]
+__all__ = ["DecoderShape", "answer_tokens", "context_length"]
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,15 @@ class DecoderShape:
 def answer_tokens(request: EngineRequest) -> int:
     """The most tokens that *request* may generate."""
     return request.sampling.get("sampler", SamplingParams()).max_tokens
+
+
+def context_length(options: Any, config: DecoderConfig) -> int:
+    """The longest context that is served: what the deployment's *options* say under ``max_tokens``, or all that the
+    model's positions allow.
+
+    :raises SetupError: they say more than that.
+    """
+    wanted = TextOptions.of(options).max_tokens or config.max_positions
+    if wanted > config.max_positions:
+        raise SetupError(f"model_kwargs.max_tokens is {wanted!r}; the model takes 2 to {config.max_positions}")
+    return wanted

@@ -386,6 +386,7 @@ class Fresh:
     :param pull: the stream that the emitting call pulls. :param per_unit: items of the output that one unit of it
         becomes. The output may begin later than the chunk does (a reader that spares itself its context), and ends with
         it, look-ahead and padding included.
+    :param cut: the output begins with what is new instead: the reader is told :class:`Left` and has cut the rest off.
     :param overlap: items behind the new ones that are emitted as well while more follows, as the next emission brings
         them again: to be blended (:class:`mstar.processing.crossfade.Crossfade`). Needs look-ahead; at most a unit's.
     """
@@ -393,6 +394,7 @@ class Fresh:
     pull: str
     per_unit: int
     overlap: int = 0
+    cut: bool = False
 
 
 @dataclass(frozen=True)

@@ -128,11 +128,14 @@ class Sampler(ResourceSpec):
 
     :param vocab: size of the logits' last dimension.
     :param prompt: name of the request input with the prompt's ids (penalties count them), or ``None``.
+    :param penalised: all requests have a penalty: steps with one are captured before the first request, and not those
+        without.
     """
 
     kind: ClassVar[str] = "sampler"
     vocab: int = 0
     prompt: str | None = "prompt"
+    penalised: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from mstar.spec.errors import WeightsError
 from mstar.spec.model import WeightsRef
+from mstar.weights.parts import assembled, part_refs
 from mstar.weights.sources import SourceContext, WeightSource, check_checkpoint
 
 __all__ = ["HubSource"]
@@ -20,11 +22,12 @@ class HubSource(WeightSource):
     """Downloads a snapshot into the Hub library's own cache, which other programs share; goes on where a download broke
     off. A cached snapshot of a pinned revision is used without asking the Hub.
 
-    Options of a reference: ``allow`` and ``ignore``, lists of file patterns, for layouts other than safetensors.
+    Options of a reference: ``allow`` and ``ignore``, lists of file patterns, for layouts other than safetensors;
+    ``parts``, further repositories that become folders of this one (:mod:`mstar.weights.parts`).
     """
 
     def resolve(self, ref: WeightsRef, context: SourceContext) -> Path:
-        unknown = ref.options.keys() - {"allow", "ignore"}
+        unknown = ref.options.keys() - {"allow", "ignore", "parts"}
         if unknown:
             raise WeightsError(f"hub {ref.id}: unknown options in the model's spec: {', '.join(sorted(unknown))}")
         if context.gated and not context.offline and self.present(ref, context) is None:
@@ -32,10 +35,24 @@ class HubSource(WeightSource):
         context.say(f"Looking for {ref.id} in the Hub's cache" + ("." if context.offline else " and on the Hub."))
         folder = _snapshot(ref, context)
         check_checkpoint(folder)
-        return folder
+        parts = {name: part for name, part in part_refs(ref).items() if not (folder / name).exists()}
+        open_to_all = replace(context, gated=False)  # what the spec says of the gate is said of the model's own
+        return assembled(context.cache, folder, {name: self.resolve(part, open_to_all) for name, part in parts.items()})
 
     def present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
         """Reads the layout of the Hub's cache, which is documented, without importing the library."""
+        folder = self._present(ref, context)
+        if folder is None:
+            return None
+        parts: dict[str, Path] = {}
+        for name, part in part_refs(ref).items():
+            found = folder / name if (folder / name).exists() else self._present(part, context)
+            if found is None:
+                return None
+            parts[name] = found
+        return assembled(context.cache, folder, parts)
+
+    def _present(self, ref: WeightsRef, context: SourceContext) -> Path | None:
         if context.hub_cache is None:
             return None
         repository = context.hub_cache / f"models--{ref.id.replace('/', '--')}"

@@ -177,6 +177,13 @@ def parse_override(text: str) -> WeightsRef:
     return WeightsRef("hub", match["id"], match["revision"])
 
 
+def _override_of(spec: ModelSpec, text: str) -> WeightsRef:
+    """What an operator's word for *spec*'s weights means: of a Hub id, its parts are those of the published one."""
+    ref = parse_override(text)
+    parts = next((r.options["parts"] for r in spec.weights if r.source == ref.source and "parts" in r.options), None)
+    return ref if parts is None else replace(ref, options={"parts": parts})
+
+
 def check_override(text: str) -> None:
     """Raise :class:`WeightsError` when *text*, an operator's word for the weights, is neither a folder that is there
     nor a Hub id."""
@@ -201,7 +208,7 @@ def resolve_weights(
     """
     # Another copy of gated weights, which the operator names, may be open.
     context = replace(context, licence=spec.licence, gated=spec.licence.gated and override is None)
-    refs = (parse_override(override),) if override is not None else spec.weights
+    refs = (_override_of(spec, override),) if override is not None else spec.weights
     if not refs:
         return None
     failures = []
@@ -228,7 +235,7 @@ def present_weights(
 ) -> Path | None:
     """The folder with *spec*'s weights if one of its places has them on this machine. Arguments as for
     :func:`resolve_weights`; fetches nothing. A source that cannot be asked counts as having none."""
-    for ref in (parse_override(override),) if override is not None else spec.weights:
+    for ref in (_override_of(spec, override),) if override is not None else spec.weights:
         try:
             folder = sources(ref.source)().present(ref, context)
         except SetupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ class WeightsChecks:
 
     def test_missing_tensor_is_noticed(self, mstar_model: Subject, tmp_path: Path) -> None:
         """Without one of its tensors the model does not load, and the error names the tensor."""
-        names = _used(mstar_model)
+        names, parts = _used(mstar_model)
         for name in {names[round(i * (len(names) - 1) / (_TRIED - 1))] for i in range(_TRIED)}:
-            folder = _copy(mstar_model, tmp_path / name)
-            _rewrite(folder, drop=name)
+            folder = _copy(mstar_model, parts, tmp_path / name)
+            _rewrite(folder, parts, drop=name)
             fault = _load(mstar_model, folder)
             if fault is None:
                 fail(
@@ -52,9 +53,9 @@ class WeightsChecks:
 
     def test_unused_tensor_is_noticed(self, mstar_model: Subject, tmp_path: Path) -> None:
         """With a tensor that it does not know the model does not load, and the error names the tensor."""
-        _used(mstar_model)
-        folder = _copy(mstar_model, tmp_path / "more")
-        _rewrite(folder, add=_STRANGER)
+        _, parts = _used(mstar_model)
+        folder = _copy(mstar_model, parts, tmp_path / "more")
+        _rewrite(folder, parts, add=_STRANGER)
         fault = _load(mstar_model, folder)
         if fault is None:
             fail(
@@ -64,42 +65,48 @@ class WeightsChecks:
         _check_names(mstar_model, fault, _STRANGER, "added")
 
 
-def _used(subject: Subject) -> list[str]:
-    """Published tensors that the model's weight maps use; skips the test if there is nothing to load."""
+def _used(subject: Subject) -> tuple[list[str], list[str]]:
+    """Published tensors that the model's weight maps use, and the folders, below the weights', of their checkpoints;
+    skips the test if there is nothing to load."""
     if not subject.spec.weights and subject.weights is None:
         pytest.skip(f"{subject.spec.key!r} has no weights")
     driver = subject.driver()
     assert subject.weights is not None
     maps = [driver.worker._model.weights(node.name) for node in driver.worker.plan.graph.nodes]
-    names = [place.published for found in maps if found is not None for place in found.placements]
+    names = {place.published for found in maps if found is not None for place in found.placements}
+    parts = sorted({found.folder for found in maps if found is not None})
     if not names:
         pytest.skip(f"{subject.spec.key!r} maps no published tensor: its weights(node) is None for every node")
-    if not _files(subject.weights):
+    if not _files(subject.weights, parts):
         pytest.skip(f"{subject.weights} holds no checkpoint that could be damaged")
-    return sorted(set(names))
+    return sorted(names), parts
 
 
-def _files(folder: Path) -> list[Path]:
-    """Its safetensors, else the file of torch's format that stands for them."""
-    return sorted(folder.rglob("*.safetensors")) or sorted(f for kind in TORCH_FILES for f in folder.glob(kind))
+def _files(folder: Path, parts: Iterable[str]) -> list[Path]:
+    """The safetensors of each checkpoint, or the file of torch's format that stands for them."""
+    found: list[Path] = []
+    for part in parts:
+        place = folder / part
+        found += sorted(place.glob("*.safetensors")) or sorted(f for kind in TORCH_FILES for f in place.glob(kind))
+    return found
 
 
-def _copy(subject: Subject, folder: Path) -> Path:
+def _copy(subject: Subject, parts: Iterable[str], folder: Path) -> Path:
     assert subject.weights is not None
-    size = sum(file.stat().st_size for file in _files(subject.weights))
+    size = sum(file.stat().st_size for file in _files(subject.weights, parts))
     if size > 64 << 20:
         pytest.skip(f"{subject.weights} is {size / 1e6:.0f} MB: only a tiny checkpoint is copied and damaged")
     shutil.copytree(subject.weights, folder)
     return folder
 
 
-def _rewrite(folder: Path, drop: str | None = None, add: str | None = None) -> None:
+def _rewrite(folder: Path, parts: Iterable[str], drop: str | None = None, add: str | None = None) -> None:
     """Take tensor *drop* out of the checkpoint in *folder*, index included, or put tensor *add* into it."""
-    for file in _files(folder):
+    for file in _files(folder, parts):
         if file.suffix != ".safetensors":
             content = torch.load(file, weights_only=True)
-            if drop is not None:
-                _take_out(content, drop)
+            if drop is not None and not _take_out(content, drop):
+                continue
             if add is not None:
                 content[add] = torch.zeros(3)
             torch.save(content, file)
@@ -120,13 +127,16 @@ def _rewrite(folder: Path, drop: str | None = None, add: str | None = None) -> N
         return
 
 
-def _take_out(content: dict[str, Any], name: str) -> None:
-    """Remove the tensor whose keys, joined by dots, are *name*: see :func:`mstar.weights.torch_file.flat`."""
+def _take_out(content: dict[str, Any], name: str) -> bool:
+    """Remove the tensor whose keys, joined by dots, are *name*: see :func:`mstar.weights.torch_file.flat`. False if
+    there is none."""
     for key, value in list(content.items()):
         if key == name:
             del content[key]
-        elif isinstance(value, dict) and name.startswith(f"{key}."):
-            _take_out(value, name[len(key) + 1 :])
+            return True
+        if isinstance(value, dict) and name.startswith(f"{key}.") and _take_out(value, name[len(key) + 1 :]):
+            return True
+    return False
 
 
 def _load(subject: Subject, folder: Path) -> Exception | None:

@@ -12,11 +12,11 @@ from mstar.nn.node import Node, Step
 from mstar_tts.kokoro.adaptive import SnakeBlock, StyleBlock
 from mstar_tts.kokoro.buckets import bucket
 from mstar_tts.kokoro.config import KokoroConfig
-from mstar_tts.kokoro.noise import normal
 from mstar_tts.kokoro.plbert import PLBert
 from mstar_tts.kokoro.prosody import Durations, PitchAndEnergy, align
 from mstar_tts.kokoro.text_encoder import TextEncoder
 from mstar_tts.kokoro.vocoder import HARMONICS, Vocoder
+from mstar_tts.noise import normal
 
 __all__ = ["FrameHalf", "TextHalf"]
 

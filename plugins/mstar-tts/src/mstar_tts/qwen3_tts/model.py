@@ -48,7 +48,7 @@ from mstar_tts.qwen3_tts.clips import Clips
 from mstar_tts.qwen3_tts.codec import Codec, codec_entries, codec_state, codec_weights
 from mstar_tts.qwen3_tts.codec_config import FOLDER, CodecConfig, SpeakerConfig
 from mstar_tts.qwen3_tts.codec_encoder import ReferenceEncoder, encoder_weights
-from mstar_tts.qwen3_tts.config import TTSConfig
+from mstar_tts.qwen3_tts.config import SamplingDefaults, TTSConfig
 from mstar_tts.qwen3_tts.prompt import fill
 from mstar_tts.qwen3_tts.speaker_encoder import SpeakerEncoder, speaker_weights
 from mstar_tts.qwen3_tts.talker import Talker, talker_weights
@@ -72,6 +72,7 @@ class Qwen3TTS(Model):
         assert context.weights is not None
         self.codec = CodecConfig.read(read_config(context.weights / FOLDER))
         self.options = context.options
+        self.defaults = SamplingDefaults.read(context.weights)
         self.clones = self.config.variant == "base"
         self.clips = Clips(self.options.cached_clips if self.clones else 0)
 
@@ -177,7 +178,7 @@ class Qwen3TTS(Model):
         return {
             "kv": shape.kv(),
             "positions": Positions(),
-            "sampler": shape.sampler(prompt=None),
+            "sampler": replace(shape.sampler(prompt=None), penalised=self.defaults.repetition_penalty != 1),
             "subtalker": Sampler(vocab=config.predictor.vocab, prompt=None),
             "text": RecurrentState(text),
             "codec": codec_state(self.codec, self.options.codec_dtype),

@@ -26,11 +26,16 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def normal(keys: Tensor, count: int) -> Tensor:
+def normal(keys: Tensor, count: int, first: Tensor | None = None) -> Tensor:
     """Standard normal numbers, float32 ``[rows, count]``. *keys*: int64 ``[rows]``; number *i* of a row is the same
-    whatever *count* is."""
-    pairs = torch.arange(1, (count + 1) // 2 + 1, device=keys.device) * _STEP
-    z = keys[:, None] + pairs
+    whatever *count* is.
+
+    :param first: int64 ``[rows]``, even: the number that each row begins with; default 0. So a part of a row is what
+        it is in the whole.
+    """
+    pairs = torch.arange(1, (count + 1) // 2 + 1, device=keys.device)
+    numbers = pairs[None] if first is None else first[:, None] // 2 + pairs
+    z = keys[:, None] + numbers * _STEP
     z = (z ^ _shifted(z, 30)) * _FIRST
     z = (z ^ _shifted(z, 27)) * _SECOND
     z = z ^ _shifted(z, 31)

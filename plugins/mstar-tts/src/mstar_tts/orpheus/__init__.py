@@ -1,0 +1,1 @@
+"""Orpheus: a Llama that writes SNAC's codes."""
