@@ -232,6 +232,8 @@ def test_what_bfloat16_costs(folder: Path, codec: Codec) -> None:
     exact = decoded(codec, codes)
     error = (sound.float() - exact).std() / exact.std()
     assert 1e-4 < error < 0.1
+    assert rounded.decoder.pre_transformer.rotary.inverse.dtype is torch.float32
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
 
 
 def test_a_missing_and_a_strange_tensor_stop_the_start(folder: Path, tmp_path: Path) -> None:

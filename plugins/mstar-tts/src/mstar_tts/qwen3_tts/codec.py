@@ -54,7 +54,8 @@ class Codec(Node):
     def settle(self) -> None:
         """Once the published weights are in: compute from them what is used instead."""
         settle(self)
-        self.to(self.dtype)
+        for parameter in self.parameters():  # buffers, which angles are computed from, stay float32
+            parameter.data = parameter.data.to(self.dtype)
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         """The transformer's layers: what lies between convolutions is one kernel already."""
