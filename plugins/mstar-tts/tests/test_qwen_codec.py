@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mstar.nn.node import Node
 from mstar.spec.errors import WeightsError
+from mstar.testing.compiling import fresh_compiler
 from mstar.testing.sounds import babble
 from mstar.weights.loader import load
 from mstar_tts.qwen3_tts.codec import Codec, codec_weights
@@ -204,6 +205,21 @@ def test_codes_that_no_codebook_has_are_the_nearest(codec: Codec) -> None:
     assert torch.equal(decoded(codec, codes), decoded(codec, nearest))
 
 
+def test_layers_that_are_compiled_say_the_same(codec: Codec, encoder: ReferenceEncoder) -> None:
+    assert [name.rpartition(".")[0] for name, _ in codec.regions()] == ["decoder.pre_transformer.layers"] * 2
+    assert not list(encoder.regions())
+    codes = drawn(2, 9)
+    plain = decoded(codec, codes, (1, 3))
+    layers = codec.decoder.pre_transformer.layers
+    with fresh_compiler():
+        compiled = [torch.compile(layer, backend="aot_eager", fullgraph=True) for layer in layers]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec.decoder.pre_transformer, "_modules", {**codec.decoder.pre_transformer._modules})
+            codec.decoder.pre_transformer.layers = torch.nn.ModuleList(compiled)
+            sound = decoded(codec, codes, (1, 3))
+    torch.testing.assert_close(sound, plain, atol=1e-5, rtol=1e-4)
+
+
 def test_what_bfloat16_costs(folder: Path, codec: Codec) -> None:
     with torch.device("meta"):
         rounded = Codec(CONFIG, torch.bfloat16)
@@ -216,6 +232,8 @@ def test_what_bfloat16_costs(folder: Path, codec: Codec) -> None:
     exact = decoded(codec, codes)
     error = (sound.float() - exact).std() / exact.std()
     assert 1e-4 < error < 0.1
+    assert rounded.decoder.pre_transformer.rotary.inverse.dtype is torch.float32
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
 
 
 def test_a_missing_and_a_strange_tensor_stop_the_start(folder: Path, tmp_path: Path) -> None:
