@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from mstar.patterns.encoder_decoder import EncoderDecoderFacts
 from mstar.registry import Registry
 from mstar.spec.deployment import EngineOptions
 from mstar.spec.graph import Entry, Graph, Port
-from mstar.spec.request import Failed
+from mstar.spec.request import Done, Failed
 from mstar.spec.resources import RaggedAttention
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.faults import Boom
@@ -113,6 +114,32 @@ def test_prompts_chunks_and_decoding_mixed(
     assert len(set(runner.lanes[prepared:])) > 5, "rows and tokens of steps"
     assert not [key for key in runner.faults if key[0] != "codec"], "the codec reads its rows' lengths on the host"
     assert len(runner.faults) <= 6, "after some failures no other size of that kind is tried"
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_recordings_begin_from_kept_states(
+    lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is kept in its place while recordings go on writing: the next prompts find it, whatever ran between."""
+    mini, rng = miniature("mini_hybrid"), random.Random(11)
+    driver = Driver(mini, registry, engine={"lookahead": lookahead}, resources={"state": {"checkpoints": 6}})
+    runner, recorder = record_steps(monkeypatch, driver, rows=8)
+    heads = ["".join(rng.choices("abcdef", k=18)) for _ in range(2)]
+    asked: dict[str, Example] = {}
+    for i in range(20):
+        text = rng.choice(heads)[: rng.randint(9, 18)] + "".join(rng.choices("abc", k=rng.randint(1, 5)))
+        asked[f"r{i}"] = Example(text, {"max_tokens": rng.randint(1, 9)})
+        driver.submit(f"r{i}", asked[f"r{i}"])
+        for _ in range(rng.randrange(5)):
+            driver.worker.step()
+            driver.take()
+    driver.run()
+    check(mini, driver, asked)
+    assert not runner.faults
+    assert recorder.replays > 20
+    cached = [end.usage.cached for end in driver.ended.values() if isinstance(end, Done)]
+    assert sum(tokens > 0 for tokens in cached) >= 8
+    assert driver.worker.status()["checkpoints"]["state"]["evicted"] > 0
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -270,6 +297,29 @@ def test_edits_of_logits_run_in_graphs_and_stay_with_their_requests(
     assert edited_answers(driver, 3) == wanted
     assert None not in variants, "a step ran as plain calls"
     assert {(v.edits, v.bias) for v in variants} >= {(True, 0), (True, 256)}
+    assert not runner.faults
+
+
+def test_where_all_requests_have_a_penalty_the_first_finds_its_graphs(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(driver: Driver) -> dict[str, Any]:
+        for i in range(3):
+            knobs = {"repetition_penalty": 1.3 + i, "temperature": 0.8 * i, "top_p": 0.8, "seed": i, "max_tokens": 9}
+            driver.submit(f"r{i}", Example("abcdef"[: i + 1], knobs))
+        driver.run()
+        driver.assert_empty()
+        return {name: [e.data for e in events] for name, events in driver.emitted.items()}
+
+    wanted = said(Driver(miniature("mini_chat"), registry))
+    driver = Driver(miniature("mini_chat"), registry)
+    sampler: Any = driver.worker.resources["sampler"]
+    sampler.spec = dataclasses.replace(sampler.spec, penalised=True)
+    runner, _ = record_steps(monkeypatch, driver, rows=16)
+    prepared = set(runner._lanes)
+    assert {dict(key[4])["sampler"].edits for key in prepared} == {True}
+    assert said(driver) == wanted
+    assert {key for key in runner._lanes if key[2] == key[3]} <= prepared  # the rest are other sizes of prompts
     assert not runner.faults
 
 

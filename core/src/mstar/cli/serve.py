@@ -260,6 +260,8 @@ def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any
         file = default
     if file is not None:
         given["api_keys"] = file
+    if settings.max_video_pixels is not None:
+        given.setdefault("max_video_pixels", settings.max_video_pixels)
     return {**given, "api_key": arguments.api_key or settings.api_key}
 
 

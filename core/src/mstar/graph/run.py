@@ -112,7 +112,7 @@ class RequestRun:
             raise RequestError(f"unknown input {name!r}{nearest(name, known)}", param=name, code="unknown_parameter")
 
     def _set_input(self, port: Port, array: Any) -> None:
-        tensor = as_tensor(array, port, self.device, self.dtype)
+        tensor = as_tensor(array, port, torch.device("cpu") if port.host else self.device, self.dtype)
         if not _fits(tuple(tensor.shape), port.shape):
             raise RequestError(
                 f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name

@@ -10,13 +10,13 @@ from mstar.nn import ops
 from mstar.nn.decoder import Attention, DecoderLayer, DecoderStack, GatedMLP
 from mstar.nn.linear import ColumnLinear, Linear, LMHead, MergedLinear, QKVLinear, RowLinear, VocabEmbedding
 from mstar.nn.node import Node, says
-from mstar.nn.norm import RMSNorm
+from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 from mstar.nn.rotary import Rotary
 
 __all__ = ["deterministic_faults", "prepare_deterministic"]
 
 _LINEAR = (Linear, ColumnLinear, RowLinear, MergedLinear, QKVLinear, LMHead)
-_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, *_LINEAR, RMSNorm, Rotary, VocabEmbedding)
+_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, *_LINEAR, OffsetRMSNorm, RMSNorm, Rotary, VocabEmbedding)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
 
 

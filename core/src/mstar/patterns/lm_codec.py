@@ -61,6 +61,7 @@ class LMCodecFacts:
         sampled makes no sound. Empty: whatever is sampled is a code.
     :param cut: the codec spares itself what is not new: it gets ``left`` and returns sound that begins with new units.
     :param noise: the codec draws noise: it gets ``key`` and ``offset``.
+    :param penalised: all requests have a penalty (:class:`~mstar.spec.resources.Sampler`).
     :param overlap: samples that are blended where two windows meet; the renderer does it
         (:class:`mstar.processing.crossfade.Crossfade`).
     :param codec_rows: most rows of a step of the codec, and to how many captured ones are filled up
@@ -74,6 +75,7 @@ class LMCodecFacts:
     codebooks: int = 1
     codes: tuple[tuple[int, int], ...] = ()
     noise: bool = False
+    penalised: bool = False
     cut: bool = False
     overlap: int = 0
     codec_rows: tuple[int, ...] = ()
@@ -169,8 +171,9 @@ class LMCodec(Model):
         )
 
     def resources(self) -> Mapping[str, ResourceSpec]:
-        lm = self.facts().lm
-        return {"kv": lm.kv(), "positions": Positions(), "sampler": lm.sampler()}
+        facts = self.facts()
+        sampler = replace(facts.lm.sampler(), penalised=facts.penalised)
+        return {"kv": facts.lm.kv(), "positions": Positions(), "sampler": sampler}
 
     def demand(self, request: EngineRequest) -> Iterable[Demand]:
         yield Demand("kv", tokens=len(request.inputs["prompt"]) + answer_tokens(request))

@@ -239,8 +239,9 @@ class SamplerResource(SlotResource):
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """Steps with edits are captured when they come."""
-        return (Variant(False), Variant(True))
+        """Steps with edits are captured when they come, unless all have them."""
+        edits = self.spec.penalised
+        return (Variant(False, edits), Variant(True, edits))
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> SamplerView:
         stage = self.context.stage

@@ -14,6 +14,7 @@ from mstar.spec.errors import SetupError
 
 __all__ = [
     "CrossKV",
+    "MediaEmbeddings",
     "PagedKV",
     "Positions",
     "RaggedAttention",
@@ -143,8 +144,8 @@ class RecurrentState(ResourceSpec):
     """Fixed-size tensors per context: conv windows, SSM and DeltaNet states, LSTM cells, codec state, latents.
 
     With *checkpoints* a prompt that begins like an earlier one goes on from that one's state. States are kept at
-    boundaries of pages: every so many pages of a prompt, at its last one, where an earlier prompt went another way, and
-    at the last one of an answer.
+    boundaries of pages: every so many tokens of a prompt, at its last one, where an earlier prompt went another way,
+    and at the last one of an answer.
 
     :param tensors: name → (shape of one context's tensor, dtype). They start as zeros. *dtype*: a torch dtype's name,
         ``"model"``, or ``"state"`` for *state_dtype*.
@@ -154,7 +155,8 @@ class RecurrentState(ResourceSpec):
     :param checkpoints: states kept; 0: no prompt is shared; ``None``: as many as contexts, as far as an eighth of the
         memory that the slots leave allows.
     :param page: tokens of a page of the keys and values beside this state.
-    :param checkpoint_pages: the most pages between two checkpoints of a prompt. Its steps end there.
+    :param checkpoint_tokens: the most tokens between two checkpoints of a prompt, whose steps end there; at its end
+        there is one if the last is a quarter of that away.
     :param heads: name → the dimension of its shape that tensor parallelism divides (heads, channels); all ranks hold
         the whole of other tensors.
     """
@@ -166,7 +168,7 @@ class RecurrentState(ResourceSpec):
     state_dtype: str = "float32"
     checkpoints: int | None = 0
     page: int = 16
-    checkpoint_pages: int = 128
+    checkpoint_tokens: int = 2048
     heads: Mapping[str, int] = field(default_factory=dict)
 
     def divided(self, ranks: int) -> Self:
@@ -180,13 +182,45 @@ class RecurrentState(ResourceSpec):
 
 @dataclass(frozen=True)
 class RaggedAttention(ResourceSpec):
-    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers)."""
+    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers).
+
+    :param segments: name of a request input whose first column (integers ``[S]`` or ``[S, …]``) says how long the
+        consecutive segments of a call's items are; attention is then within these. Steps hold whole segments.
+    """
 
     kind: ClassVar[str] = "ragged_attention"
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 64
     backend: str | None = None
+    segments: str | None = None
+
+
+@dataclass(frozen=True)
+class MediaEmbeddings(ResourceSpec):
+    """What an encoder makes of pictures, sounds or frames, kept by their content: an entry that advances it writes, and
+    one that lists it as ``frozen`` finds it in the place of its prompt's media. What nobody needs any more stays for
+    others that bring the same, until the room is needed.
+
+    Media are *pieces*, each encoded by itself: an image, the frames that an encoder looks at together. A request that
+    has some brings input *pieces*, int64 ``[S, 4]``: of each, in the order of the prompt, its items at the encoder
+    (patches), its embeddings, and two words of a digest of its content. In its *prompt*, int64 ``[T]``, there is a
+    negative id for each embedding. Ids that are made from the digest keep prompts with other media apart in a prefix
+    cache.
+
+    :param width: of an embedding. :param items: items at the encoder that become one embedding.
+    :param tokens: embeddings held in all; :param max_tokens: of one request.
+    :param cache: keep what no request needs any more.
+    """
+
+    kind: ClassVar[str] = "media_embeddings"
+    width: int = 1
+    items: int = 1
+    tokens: int = 65536
+    max_tokens: int = 32768
+    pieces: str = "pieces"
+    prompt: str = "prompt"
+    cache: bool = True
 
     def divided(self, ranks: int) -> Self:
         return replace(
@@ -202,11 +236,14 @@ class Sampler(ResourceSpec):
 
     :param vocab: size of the logits' last dimension.
     :param prompt: name of the request input with the prompt's ids (penalties count them), or ``None``.
+    :param penalised: all requests have a penalty: steps with one are captured before the first request, and not those
+        without.
     """
 
     kind: ClassVar[str] = "sampler"
     vocab: int = 0
     prompt: str | None = "prompt"
+    penalised: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ Sources: "Gated Delta Networks" (arXiv:2412.06464), and "Parallelizing Linear Tr
 
 The operations read a row's state in one place and write the next one to another, so that nothing which a repeated step
 would read changes (:mod:`mstar.resources.recurrent`). Each has a plain torch version
-(:mod:`mstar.nn.ops.delta_reference`), which says what it means. State is computed in float32, whatever its dtype.
+(:mod:`mstar.nn.ops.delta_reference`), which says what it means, and Triton kernels on CUDA
+(:mod:`mstar.nn.ops.cuda_delta`, :mod:`mstar.nn.ops.cuda_delta_chunks`). State is computed in float32, whatever its
+dtype.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mstar.nn import ops
 from mstar.nn.ops import delta_reference
 
 __all__ = ["CHUNK", "Spans", "StateSlots", "causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm"]
@@ -98,7 +101,11 @@ def _opaque(operation: _F) -> _F:
 
 
 def _on(x: Tensor) -> ModuleType:
-    return delta_reference
+    if not x.is_cuda or ops.cuda_kernels_fault() is not None:
+        return delta_reference
+    from mstar.nn.ops import cuda_delta
+
+    return cuda_delta
 
 
 @_opaque

@@ -37,6 +37,7 @@ HUSH = VOCAB  # the label of silence
 LABEL_S = 0.02  # seconds a label
 HOP = 40  # samples in which the live transcriber sees one level
 HOPS = 4  # of them a label
+PATCHES = 2  # of a picture, to an embedding
 PAUSE = 5  # labels of silence that end a word
 
 
@@ -100,6 +101,16 @@ def scribe_answer(samples: np.ndarray) -> str:
     heard = [int(np.rint(level * 2 * VOCAB)) - 1 for level in samples[HOP * HOPS // 2 :: HOP * HOPS]]
     words = "".join("\n" if label < 0 else decode([label]) for label in heard)
     return re.sub("\n+", " ", words.strip("\n"))
+
+
+def picture_size(letter: int) -> int:
+    """Embeddings of the picture that stands for a capital letter's id; 0 for what is text."""
+    return 1 + letter % 4 if decode([letter]).isupper() else 0
+
+
+def look_answer(ids: list[int], count: int) -> list[int]:
+    """A picture is its letter, as often as it has embeddings."""
+    return continue_sum([token for token in ids for _ in range(picture_size(token) or 1)], count)
 
 
 def embed_answer(ids: list[int]) -> np.ndarray:
@@ -270,6 +281,12 @@ def _text_example(rng: random.Random) -> Example:
     return Example(_text(rng), knobs)
 
 
+def _look_example(rng: random.Random) -> Example:
+    example = _text_example(rng)
+    text = "".join(rng.choice("ABCDE") if rng.random() < 0.3 else char for char in example.text)
+    return Example(text, example.knobs)
+
+
 def _plain_example(rng: random.Random) -> Example:
     return Example(_text(rng))
 
@@ -367,6 +384,16 @@ MINIATURES = (
         _text_example,
         lambda e: {"text": decode(_sums(e))},
         abilities=_LANGUAGE,
+    ),
+    Miniature(
+        "mini_look",
+        "shape 1: text with pictures among it, encoded in pieces and kept by content",
+        _MODELS + "looking:Look",
+        _TEXT,
+        _look_example,
+        lambda e: {"text": decode(_stopped(look_answer(encode(e.text), _count(e)), e))},
+        abilities=_LANGUAGE,
+        prepare=_PROCESSORS + "LookProcessor",
     ),
     Miniature(
         "mini_seq2seq",

@@ -193,7 +193,8 @@ class HybridNode(Node):
         window, matrix = step["state"].slots("window", layer), step["state"].slots("matrix", layer)
         found = delta.gated_delta_net(hot, -gate, gate, self.taps, none, none, spans, window, matrix)
         one = torch.nn.functional.silu(torch.ones(())).item() * VOCAB**-0.5
-        return torch.round(id_sum(found[step.last, 0] / one)).long()
+        followers: Tensor = id_sum(found[step.last, 0] / one).round().long()
+        return followers
 
     def _power(self, exponents: Tensor) -> Tensor:
         """Powers of 2, which repeat after ``PRIME - 1``."""
@@ -221,7 +222,7 @@ class Hybrid(Chat):
             "window": ((3 * VOCAB, 3), "model"),
             "matrix": ((1, VOCAB, VOCAB), "state"),
         }
-        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_pages=4)
+        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_tokens=16)
         return {**super().resources(), "state": state}
 
     def build(self, node: str) -> Node:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +57,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_kokoro(folder: Path) -> None:
-    """Write ``kokoro-v1_0.pth``, its config and five voices, one of them in torch's format, to *folder*."""
+def write_kokoro(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
+    """Write ``kokoro-v1_0.pth``, its *config* and five voices, one of them in torch's format, to *folder*."""
     random = torch.Generator().manual_seed(7)
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    torch.save(_state_dicts(random), folder / FILE)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.save(_state_dicts(config, random), folder / FILE)
     (folder / "voices").mkdir()
     for name in _VOICES:
-        pack = torch.randn(510, 1, 2 * CONFIG["style_dim"], generator=random)
+        pack = torch.randn(510, 1, 2 * config["style_dim"], generator=random)
         if name == "bm_daniel":
             torch.save(pack, folder / "voices" / f"{name}.pt")
         else:
             (folder / "voices" / f"{name}.bin").write_bytes(pack.numpy().astype("<f4").tobytes())
 
 
-def _state_dicts(random: torch.Generator) -> dict[str, dict[str, Tensor]]:
-    config = KokoroConfig.read(CONFIG)
+def _state_dicts(given: Mapping[str, Any], random: torch.Generator) -> dict[str, dict[str, Tensor]]:
+    config = KokoroConfig.read(given)
     with torch.device("meta"):
         nodes: tuple[Node, ...] = (TextHalf(config, (64,), False), FrameHalf(config, 64, torch.float32, False))
     content: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}
@@ -82,6 +84,9 @@ def _state_dicts(random: torch.Generator) -> dict[str, dict[str, Tensor]]:
                 shape[0] = place.rows
             part, _, name = place.published.partition(".")
             content[part][f"module.{name}"] = _values(place.published, shape, random)
+            if "duration_proj" in name and name.endswith("bias"):  # about three frames a phoneme, as speech has
+                share = min(0.5, 3 / config.max_duration)
+                content[part][f"module.{name}"] += math.log(share / (1 - share))
     return content
 
 

@@ -26,9 +26,8 @@ class Codec(SnacDecoder, Node):
         """*codes*: ids, int64 ``[rows, frames * 7]``. *left*, *offset*: tokens in the window that were heard before,
         and before the window. Returns `samples` float32 in -1…1, which begin with the first new frame."""
         places = codes.view(codes.shape[0], -1, FRAME) - self.tokens.first_code
-        levels = [
-            torch.stack([places[:, :, place] - place * self.tokens.codes for place in level], 2).flatten(1)
-            for level in LEVELS
-        ]
+        codes = places - torch.arange(FRAME, device=places.device) * self.tokens.codes
+        codes = codes.clamp(0, self.tokens.codes - 1)  # graphs are captured with zeros in the place of tokens
+        levels = [torch.stack([codes[:, :, place] for place in level], 2).flatten(1) for level in LEVELS]
         sound = super().forward(levels, key, offset // FRAME, left // FRAME, self.frames)
         return {"samples": sound}

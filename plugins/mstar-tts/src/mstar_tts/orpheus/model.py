@@ -65,6 +65,7 @@ class Orpheus(LMCodec):
             chunk=Ramp(sizes, *around) if len(sizes) > 1 else Fixed(sizes[0], *around),
             codes=self.tokens.ranges,
             noise=True,
+            penalised=True,
             cut=True,
             overlap=overlap(options, self.snac),
             codec_rows=options.codec_rows,

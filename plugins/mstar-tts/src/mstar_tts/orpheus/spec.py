@@ -44,6 +44,7 @@ _Voice = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[^:\s]+$")
 
 
 class OrpheusOptions(TextOptions):
+    default_max_tokens: int = 4096
     voices: Annotated[tuple[_Voice, ...], Field(min_length=1, max_length=256)] = Field(
         VOICES, description="The voices that the checkpoint was trained with, the default one first."
     )
