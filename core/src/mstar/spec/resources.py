@@ -195,6 +195,13 @@ class RaggedAttention(ResourceSpec):
     backend: str | None = None
     segments: str | None = None
 
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            heads=_share("heads", self.heads, ranks),
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+        )
+
 
 @dataclass(frozen=True)
 class MediaEmbeddings(ResourceSpec):
@@ -221,13 +228,6 @@ class MediaEmbeddings(ResourceSpec):
     pieces: str = "pieces"
     prompt: str = "prompt"
     cache: bool = True
-
-    def divided(self, ranks: int) -> Self:
-        return replace(
-            self,
-            heads=_share("heads", self.heads, ranks),
-            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
-        )
 
 
 @dataclass(frozen=True)
