@@ -34,6 +34,8 @@ _LARGEST_VIDEO = 32768
 class SeeingNode(Qwen35Node):
     """The language model, which finds media in the places of negative ids."""
 
+    tensor_parallel = True
+
     def embed(self, step: Step, ids: Tensor) -> Tensor:
         return step["media"].embed(ids, self.model.embed_tokens)  # type: ignore[no-any-return]
 
