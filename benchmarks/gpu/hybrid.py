@@ -183,6 +183,8 @@ def publish(shape: HybridShape, folder: Path, device: str, dtype: torch.dtype) -
     content = json.loads(made.to_str())
     words: dict[str, int] = content["model"]["vocab"]
     taken = {*words.values(), *(token["id"] for token in content["added_tokens"])}
+    # an added token that the vocabulary lacks would get a number of its own when the file is read
+    words |= {token["content"]: token["id"] for token in content["added_tokens"]}
     words |= {f"Ġword{number}": number for number in range(vocab) if number not in taken}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
