@@ -130,7 +130,7 @@ def _gather_port(
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    hosted = values[0].base.device != device  # an input that stays on the host
+    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host
     data = _cast(gather_hosted(values, device) if hosted else gather_packed(values), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 
