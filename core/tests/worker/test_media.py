@@ -112,6 +112,17 @@ def test_steps_have_whole_pictures_and_as_many_as_fit(registry: Registry) -> Non
     assert steps(driver) == 3  # the sizes are 1, 2, 3, 4 in some order
 
 
+def test_a_picture_that_does_not_fit_into_what_is_left_of_a_step_waits(registry: Registry) -> None:
+    large = [c for c in "ABCDEFGHIJKLMNOP" if picture_size(encode(c)[0]) == 4][:2]
+    driver = driven(registry, scheduler={"max_step_tokens": 5})
+    for name in large:
+        ask(driver, name, name)
+    driver.run()
+    assert (encoded(driver), steps(driver)) == (2 * 8, 2)
+    for name in large:
+        assert_right(driver, name, name)
+
+
 def test_the_room_is_reserved_and_given_to_others_when_it_is_needed(registry: Registry) -> None:
     room = SIZES["A"] + SIZES["B"]
     driver = driven(registry, resources={"media": {"tokens": room}, "kv": {"prefix_cache": False}})

@@ -61,8 +61,8 @@ class RaggedView:
         return plan.attend(q, k, v, causal=causal, scale=scale)
 
 
-_SEGMENTS = (16, 64)
-"""To how many segments captured steps are filled up, if rows have several."""
+_SEGMENTS = (17, 65)
+"""To how many segments captured steps are filled up, if rows have several; one of them is the padding's."""
 
 
 class RaggedAttention(Resource):

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from mstar.nn.config import read_config
 from mstar.processing.mrope import Grid, rope_positions
-from mstar.processing.pictures import BadShape, Patcher, Patches, content_words, frame_indices
+from mstar.processing.once import OncePer
+from mstar.processing.pictures import BadShape, Patcher, content_words, frame_indices
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.processor import Prepared, ProcessorContext
 from mstar.spec.tasks import ChatTask, Image, Part, Task, Text, Video
@@ -51,6 +52,15 @@ class _Medium:
         return sum(rows * columns for rows, columns in self.grids)
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """What the model gets to see of a picture or video: its share of the request's inputs."""
+
+    patches: npt.NDArray[np.uint8]
+    places: npt.NDArray[np.int32]
+    pieces: npt.NDArray[np.int64]
+
+
 class Qwen35Processor(Qwen35TextProcessor):
     """Puts placeholders into the prompt as the template and transformers' ``Qwen3VLProcessor`` do: for a picture as
     many as it has embeddings; for a video ``<t seconds>`` before each group of frames, which has vision tokens of its
@@ -65,6 +75,7 @@ class Qwen35Processor(Qwen35TextProcessor):
         super().__init__(context)
         assert context.weights is not None
         self.sizes = Qwen35Config.from_hf(read_config(context.weights))
+        self._shown: OncePer[Image | Video, _Shown] = OncePer(self._show)  # samples of one prompt share their pictures
         self.vision: VisionConfig | None = None
         if self.sizes.vision is None or context.options.text_only:
             return
@@ -169,43 +180,37 @@ class Qwen35Processor(Qwen35TextProcessor):
 
     def _seen(self, media: Sequence[_Medium], prompt: npt.NDArray[np.int64]) -> dict[str, Any]:
         """Inputs of a request with *media*, whose placeholders are in *prompt*."""
-        assert self.vision is not None
-        block, merge = self.vision.block, self.vision.merge
-        patches, places, pieces, grids = list[Any](), list[Any](), list[tuple[int, ...]](), list[Grid]()
-        for medium in media:
-            made = self._patches(medium)
-            patches.append(made.data)
-            places.append(places_of(made.frames, made.height, made.width, merge))
-            count = made.height * made.width
-            for group in made.data.reshape(made.frames, count, -1):
-                pieces.append((count, count // block, *content_words(group, made.height, made.width)))
-            grids += medium.grids
-        table = np.array(pieces, np.int64)
+        shown = [self._shown(medium.part) for medium in media]
+        table = np.concatenate([one.pieces for one in shown])
         where = np.flatnonzero(np.isin(prompt, [self.sizes.image_token or 0, self.sizes.video_token or 0]))
         keyed = prompt.copy()
-        keyed[where] = np.concatenate([np.resize(-1 - words, size) for (_, size), words in _halves(table)])
+        keyed[where] = np.concatenate([np.resize(-1 - row[2:], row[1]) for row in table])
+        grids = [grid for medium in media for grid in medium.grids]
         return {
             "prompt": keyed,
-            "patches": np.concatenate(patches),
-            "places": np.concatenate(places),
+            "patches": shown[0].patches if len(shown) == 1 else np.concatenate([one.patches for one in shown]),
+            "places": np.concatenate([one.places for one in shown]),
             "pieces": table,
             "positions": rope_positions(_runs(len(prompt), where, grids)),
         }
 
-    def _patches(self, medium: _Medium) -> Patches:
-        if isinstance(medium.part, Image):
-            return self.pictures.picture(medium.part.pixels)
-        return self.videos.video([medium.part.frames[i] for i in medium.chosen])
+    def _show(self, part: Image | Video) -> _Shown:
+        assert self.vision is not None
+        if isinstance(part, Image):
+            made = self.pictures.picture(part.pixels)
+        else:
+            made = self.videos.video([part.frames[i] for i in self._chosen(part)])
+        count = made.height * made.width
+        pieces = [
+            (count, count // self.vision.block, *content_words(group, made.height, made.width))
+            for group in made.data.reshape(made.frames, count, -1)
+        ]
+        places = places_of(made.frames, made.height, made.width, self.vision.merge)
+        return _Shown(made.data, places, np.array(pieces, np.int64))
 
 
 def _grid(patcher: Patcher, size: tuple[int, int]) -> Grid:
     return size[0] // patcher.factor, size[1] // patcher.factor
-
-
-def _halves(table: npt.NDArray[np.int64]) -> Iterator[tuple[tuple[int, int], npt.NDArray[np.int64]]]:
-    """Of each piece: items and embeddings, and the words of its digest."""
-    for row in table:
-        yield (int(row[0]), int(row[1])), row[2:]
 
 
 def _runs(tokens: int, where: npt.NDArray[np.int64], grids: Sequence[Grid]) -> list[int | Grid]:
