@@ -85,7 +85,7 @@ CLIP = lossless(FRAMES, 4)
 
 def expected(folder: Path, *parts: Part) -> str:
     """What the reference says to *parts*."""
-    from seeing import greedy, inputs_of
+    from qwen35_seeing import greedy, inputs_of
 
     from mstar.processing.tokenizer import TextTokenizer
 
