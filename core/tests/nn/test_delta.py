@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -128,6 +130,15 @@ def test_a_state_in_bfloat16_is_rounded_once_a_step(lengths: list[int]) -> None:
     got = delta.gated_delta_rule(*inputs, spans(lengths), state)
     torch.testing.assert_close(got, exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(state.pool[state.target].float(), wide.pool[wide.target], rtol=2**-8, atol=1e-6)
+
+
+def test_kernels_can_be_loaded_before_the_first_step() -> None:
+    code = (
+        "import sys, torch; from mstar.nn.ops import cpu_kernels_fault, delta\n"
+        "delta.prepare(torch.device('cpu'))\n"
+        "assert cpu_kernels_fault() is not None or 'mstar.nn.ops.cpu_delta' in sys.modules\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_numba_torch_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,16 @@ from torch import Tensor
 from mstar.nn import ops
 from mstar.nn.ops import delta_reference
 
-__all__ = ["CHUNK", "Spans", "StateSlots", "causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm"]
+__all__ = [
+    "CHUNK",
+    "Spans",
+    "StateSlots",
+    "causal_conv",
+    "gated_delta_net",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "prepare",
+]
 
 CHUNK = 64
 """Tokens of a row that are computed at once."""
@@ -97,6 +106,12 @@ class Spans:
         counts = (self.offsets.diff() + (CHUNK - 1)) // CHUNK
         ends = counts.cumsum(0).to(torch.int32)
         return torch.cat((ends.new_zeros(1), ends))
+
+
+def prepare(device: torch.device) -> None:
+    """Load the kernels for *device*, or compile them, so that the first step need not: for :meth:`Model.loaded
+    <mstar.nn.model.Model.loaded>`. Triton's are compiled at their first use all the same."""
+    _on(torch.empty(0, device=device))
 
 
 _F = TypeVar("_F", bound=Callable[..., Tensor])
