@@ -279,7 +279,7 @@ def test_checkpoints_are_part_of_the_memory_plan() -> None:
     assert state(owners=4, spec=kept[3], memory=13 * one).device_bytes() == 13 * one
     with pytest.raises(SetupError, match=rf"3 checkpoints of {one} need 208 B.*resources\.state\.checkpoints: 2"):
         state(owners=4, spec=kept[3], memory=12 * one)
-    assert state(owners=4, spec=kept[None]).checkpoints.most == 4
+    assert state(owners=4, spec=kept[None]).checkpoints.most == 8
     assert state(owners=4, spec=kept[None], memory=(10 + 16) * one).checkpoints.most == 2
     assert state(owners=4, spec=kept[None], memory=10 * one).checkpoints.most == 0
 

@@ -45,9 +45,13 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def full(self) -> bool:
+        return len(self._kept) >= self.most
+
     def make(self, slot: int, length: int, moves: bool) -> Checkpoint:
         """Keep the state of *slot*, which is that after *length* tokens."""
-        while len(self._kept) >= self.most:
+        while self.full:
             self.drop(next(iter(self._kept)))
             self.evicted += 1
         made = Checkpoint(self._places.keep(slot), length, moves)
@@ -126,6 +130,8 @@ class Lineage:
             self._lose()
         self.length += tokens
         if self.length % self._store.page == 0 and not self._lost:
+            if complete and self._moving is not None and self._store.full:
+                self._store.drop(self._moving)  # rather than one of somebody else's
             self._waiting.append(self._store.make(slot, self.length, moves=complete))
             self.last = self.length
         if ids is not None:
