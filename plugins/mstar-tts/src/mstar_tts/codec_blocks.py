@@ -32,8 +32,8 @@ class Carry:
         """*activation* of *x* ``[rows, channels, T]`` behind the last *count* items before it: ``[rows, channels,
         count + T]``. The last *count* of that are kept for the next piece."""
         if not count:
-            return x if activation is None else activation(x)  # type: ignore[no-any-return]
-        before = self.take((x.shape[1], count), x)
+            return x if activation is None else activation(x)
+        before, whole = self.take((x.shape[1], count), x), x
         if activation is not None:
             whole = activation(x, x.new_zeros(*x.shape[:2], count) if before is None else before)
         else:
