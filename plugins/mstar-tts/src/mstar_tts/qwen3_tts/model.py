@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -181,8 +182,13 @@ class Qwen3TTS(Model):
             "sampler": replace(shape.sampler(prompt=None), penalised=self.defaults.repetition_penalty != 1),
             "subtalker": Sampler(vocab=config.predictor.vocab, prompt=None),
             "text": RecurrentState(text),
-            "codec": codec_state(self.codec, self.options.codec_dtype),
+            "codec": self._codec_state,
         }
+
+    @cached_property
+    def _codec_state(self) -> RecurrentState:
+        """Its sizes are those of a codec that is built for the question."""
+        return codec_state(self.codec, self.options.codec_dtype)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
     def build(self, node: str) -> Node:
