@@ -44,7 +44,12 @@ NAMES = ("done", "lead", "kv", "tail")
 
 
 def published() -> CodecConfig:
-    return CodecConfig.read({"decoder_config": {"codebook_dim": 512}, "encoder_config": {}})
+    return CodecConfig.read(
+        {
+            "decoder_config": {"codebook_dim": 512, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64},
+            "encoder_config": {},
+        }
+    )
 
 
 @torch.no_grad()

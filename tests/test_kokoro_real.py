@@ -6,13 +6,16 @@ The weights come from package indexes (once, into the user's cache; the voices f
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from mstar.testing.sounds import click, pause
 from mstar_tts.espeak import espeak
 
 from .serving import Server, serving
@@ -93,3 +96,17 @@ def test_whisper_hears_the_same_words(server: Server, spoken: dict[str, bytes], 
 def words(text: str) -> list[str]:
     """Lower-case words; Whisper may write the number."""
     return re.findall(r"[a-z']+", text.lower().replace("9", "nine").replace("a.m.", ""))
+
+
+def test_pieces_are_joined_by_a_pause_and_no_click(server: Server) -> None:
+    """Pieces of one sentence each: where one ends and the next begins it is quiet, for as long as between sentences."""
+    text = " ".join(SENTENCES)
+    body = {"model": "kokoro", "input": text, "response_format": "pcm", "stream_format": "sse", "seed": 1}
+    events = server.http.post("/v1/audio/speech", json=body).text.splitlines()
+    said = [json.loads(event[6:]) for event in events if event.startswith("data: ")]
+    pieces = [np.frombuffer(base64.b64decode(one["audio"]), "<i2") / 32768 for one in said if "audio" in one]
+    assert len(pieces) > 1
+    sound = np.concatenate(pieces)
+    for place in np.cumsum([len(piece) for piece in pieces])[:-1]:
+        assert 0.2 < pause(sound, int(place), RATE) < 1.2
+        assert click(sound, int(place), RATE) < 4

@@ -106,3 +106,12 @@ def test_fields_of_sections_in_words() -> None:
     rows = describe_fields(Glazed, inside=True)
     assert [row.name for row in rows] == ["`window`", "`window.window`", "`window.share`", "`clean`"]
     assert rows[1].value == "whole number ≥ 1, ≤ 64"
+
+
+def test_faults_inside_of_sections_name_the_nearest_there() -> None:
+    with pytest.raises(DeploymentError) as caught:
+        read_options(Glazed, {"window": {"windw": 3, "share": "much"}, "cleen": True})
+    faults = dict(caught.value.faults)
+    assert faults["model_kwargs.window.windw"].endswith("did you mean 'window.window'?")
+    assert faults["model_kwargs.cleen"].endswith("did you mean 'clean'?")
+    assert faults["model_kwargs.window.share"].startswith("'window.share': must be a number")

@@ -30,6 +30,17 @@ def test_snake(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(got.float(), exact, rtol=ROUNDING[dtype], atol=10 * ROUNDING[dtype])
 
 
+@pytest.mark.parametrize(("context", "length"), [(1, 1), (6, 1020), (54, 1), (54, 3000)])
+def test_snake_behind_what_came_before(context: int, length: int) -> None:
+    torch.manual_seed(2)
+    x, before = torch.randn(2, 3, length).to(DEVICE), torch.randn(2, 3, context).to(DEVICE)
+    frequency, gain = torch.rand(3).to(DEVICE) + 0.5, torch.rand(3).to(DEVICE) + 0.5
+    got = codec_cuda.snake(x, frequency, gain, before)
+    assert torch.equal(got[:, :, :context], before)
+    exact = codec_ops.plain_snake(x, frequency, gain, before)
+    torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+
+
 def test_snake_of_a_signal_that_lies_strided() -> None:
     x = torch.randn(2, 40, 6).to(DEVICE).transpose(1, 2)[:, :, 3:]
     frequency, gain = torch.rand(6).to(DEVICE) + 0.5, torch.rand(6).to(DEVICE) + 0.5

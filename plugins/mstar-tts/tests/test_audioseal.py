@@ -55,7 +55,8 @@ def reference() -> Any:
 
 def generator(model: Any, folder: Path, norm: Any = None, wrapped: str | None = None) -> Generator:
     tensors: Any = saved(model, norm)
-    torch.save({wrapped: tensors} if wrapped else tensors, folder / "generator_streaming.pth")
+    content = {wrapped: tensors, "optimizer": {"step": torch.zeros(1)}} if wrapped else tensors
+    torch.save(content, folder / "generator_streaming.pth")
     with torch.device("meta"):
         module = Generator(BITS, SMALL)
     return loaded(module, folder / "generator_streaming.pth")  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     from mstar_tts.codec_cuda import _snake
 
-    pointers = dict.fromkeys(("x", "frequency", "gain", "out"), "*fp32")
+    pointers = dict.fromkeys(("x", "before", "frequency", "gain", "out"), "*fp32")
     signature = {name: pointers.get(name, "i32") for name in _snake.arg_names} | {"block": "constexpr"}
     source = ASTSource(fn=_snake, signature=signature, constexprs={"block": 1024})
     ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm["ptx"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mstar.nn.node import Node
 from mstar.spec.errors import WeightsError
+from mstar.testing.compiling import fresh_compiler
 from mstar.testing.sounds import babble
 from mstar.weights.loader import load
 from mstar_tts.qwen3_tts.codec import Codec, codec_weights
@@ -29,6 +30,42 @@ sys.path.insert(0, str(Path(__file__).parent))
 import qwen_tts_reference
 
 CPU = torch.device("cpu")
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["Qwen3TTSTokenizerV2Model"],
+    "model_type": "qwen3_tts_tokenizer_12hz",
+    "encoder_valid_num_quantizers": 16,
+    "input_sample_rate": 24000,
+    "output_sample_rate": 24000,
+    "decode_upsample_rate": 1920,
+    "encode_downsample_rate": 1920,
+    "decoder_config": {
+        "attention_bias": False,
+        "latent_dim": 1024,
+        "codebook_dim": 512,
+        "codebook_size": 2048,
+        "decoder_dim": 1536,
+        "hidden_act": "silu",
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "layer_scale_initial_scale": 0.01,
+        "max_position_embeddings": 8000,
+        "head_dim": 64,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 16,
+        "num_quantizers": 16,
+        "num_semantic_quantizers": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000,
+        "semantic_codebook_size": 4096,
+        "sliding_window": 72,
+        "upsample_rates": [8, 5, 4, 3],
+        "upsampling_ratios": [2, 2],
+        "vector_quantization_hidden_dimension": 512,
+    },
+    "encoder_config": {"_frame_rate": 12.5, "sliding_window": 250},
+}
+"""What the published file says of the decoder."""
 CONFIG = CodecConfig.read(CODEC)
 SPEAKER = speaker_config(24)
 FRAMES = (1, 7, 40)
@@ -189,7 +226,7 @@ def test_a_clone_goes_on_from_the_end_of_its_clip(codec: Codec) -> None:
 
 
 def test_ten_frames_reach_beyond_the_last_at_the_published_sizes() -> None:
-    config = CodecConfig.read({"decoder_config": {"codebook_dim": 512}, "encoder_config": {}})
+    config = CodecConfig.read(PUBLISHED)
     decoder = built(Codec, config).decoder
     assert decoder.reach() == 10
     shapes = decoder.state_shapes(config.decoder)
@@ -204,6 +241,21 @@ def test_codes_that_no_codebook_has_are_the_nearest(codec: Codec) -> None:
     assert torch.equal(decoded(codec, codes), decoded(codec, nearest))
 
 
+def test_layers_that_are_compiled_say_the_same(codec: Codec, encoder: ReferenceEncoder) -> None:
+    assert [name.rpartition(".")[0] for name, _ in codec.regions()] == ["decoder.pre_transformer.layers"] * 2
+    assert not list(encoder.regions())
+    codes = drawn(2, 9)
+    plain = decoded(codec, codes, (1, 3))
+    layers = codec.decoder.pre_transformer.layers
+    with fresh_compiler():
+        compiled = [torch.compile(layer, backend="aot_eager", fullgraph=True) for layer in layers]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(codec.decoder.pre_transformer, "_modules", {**codec.decoder.pre_transformer._modules})
+            codec.decoder.pre_transformer.layers = torch.nn.ModuleList(compiled)
+            sound = decoded(codec, codes, (1, 3))
+    torch.testing.assert_close(sound, plain, atol=1e-5, rtol=1e-4)
+
+
 def test_what_bfloat16_costs(folder: Path, codec: Codec) -> None:
     with torch.device("meta"):
         rounded = Codec(CONFIG, torch.bfloat16)
@@ -216,6 +268,8 @@ def test_what_bfloat16_costs(folder: Path, codec: Codec) -> None:
     exact = decoded(codec, codes)
     error = (sound.float() - exact).std() / exact.std()
     assert 1e-4 < error < 0.1
+    assert rounded.decoder.pre_transformer.rotary.inverse.dtype is torch.float32
+    assert {parameter.dtype for parameter in rounded.parameters()} == {torch.bfloat16}
 
 
 def test_a_missing_and_a_strange_tensor_stop_the_start(folder: Path, tmp_path: Path) -> None:

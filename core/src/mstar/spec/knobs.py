@@ -7,6 +7,7 @@ value, the OpenAPI schema, the docs table and the playground's form all come fro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -20,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 
 from mstar.spec.errors import DeploymentError, RequestError, nearest
 
@@ -149,14 +151,27 @@ def read_options(cls: type[K], values: dict[str, Any]) -> K:
         ) from None
 
 
+def _fields_at(cls: type[BaseModel], place: tuple[Any, ...]) -> tuple[str, Mapping[str, FieldInfo], str]:
+    """Of a fault's *place*: the section that it lies in (``"section."``), the fields there, and which one it is."""
+    section, known = "", cls.model_fields
+    for part in place[:-1]:
+        inner = known[part].annotation if part in known else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        section, known = f"{section}{part}.", inner.model_fields
+    return section, known, ".".join(str(part) for part in place)[len(section) :]
+
+
 def _code(fault: Any) -> str:
     return "unknown_parameter" if fault["type"] == "extra_forbidden" else "invalid_value"
 
 
 def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
+    section, known, last = _fields_at(cls, fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}{nearest(name, cls.model_fields) or '; there are none'}"
-    choices = _choices(cls.model_fields[name].annotation) if name in cls.model_fields else []
+        hint = nearest(section + last, [section + key for key in known])
+        return f"unknown parameter {name!r}{hint or '; there are none'}"
+    choices = _choices(known[last].annotation) if last in known else []
     if choices and fault["type"] in ("literal_error", "enum"):
         return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"
     context = fault.get("ctx", {})

@@ -28,13 +28,16 @@ class Carry:
         self._state, self._at = state, 0
         self._ends: list[Tensor] = []
 
-    def extend(self, x: Tensor, count: int) -> Tensor:
-        """*x* ``[rows, channels, T]`` behind the last *count* items before it: ``[rows, channels, count + T]``. The
-        last *count* of that are kept for the next piece."""
+    def extend(self, x: Tensor, count: int, activation: SnakeBeta | Snake | None = None) -> Tensor:
+        """*activation* of *x* ``[rows, channels, T]`` behind the last *count* items before it: ``[rows, channels,
+        count + T]``. The last *count* of that are kept for the next piece."""
         if not count:
-            return x
-        before = self.take((x.shape[1], count), x)
-        whole = F.pad(x, (count, 0)) if before is None else torch.cat([before, x], 2)
+            return x if activation is None else activation(x)
+        before, whole = self.take((x.shape[1], count), x), x
+        if activation is not None:
+            whole = activation(x, x.new_zeros(*x.shape[:2], count) if before is None else before)
+        else:
+            whole = F.pad(x, (count, 0)) if before is None else torch.cat([before, x], 2)
         self.keep(whole[:, :, -count:])
         return whole
 
@@ -94,9 +97,11 @@ class CausalConv(nn.Module):
         self.context = (kernel - 1) * dilation + 1 - stride
         self.carried = self.context * in_channels
 
-    def forward(self, x: Tensor, carry: Carry) -> Tensor:
+    def forward(self, x: Tensor, carry: Carry, activation: SnakeBeta | Snake | None = None) -> Tensor:
+        """:param activation: of *x*, in one go with what comes before it."""
         missing = -x.shape[2] % self.stride
-        y: Tensor = self.conv(F.pad(carry.extend(x, self.context), (0, missing)))
+        whole = carry.extend(x, self.context, activation)
+        y: Tensor = self.conv(F.pad(whole, (0, missing)) if missing else whole)
         return y
 
 
@@ -115,8 +120,9 @@ class CausalUpsample(nn.Module):
         self.rate, self.context = rate, kernel // rate - 1
         self.carried = self.context * in_channels
 
-    def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        y: Tensor = self.conv(carry.extend(x, self.context))
+    def forward(self, x: Tensor, carry: Carry, activation: SnakeBeta | Snake | None = None) -> Tensor:
+        """:param activation: of *x*, in one go with what comes before it."""
+        y: Tensor = self.conv(carry.extend(x, self.context, activation))
         return y[:, :, self.context * self.rate : (self.context + x.shape[2]) * self.rate]
 
 
@@ -133,8 +139,9 @@ class SnakeBeta(nn.Module):
         self.gain = nn.Parameter(1 / (self.beta.exp() + 1e-9), requires_grad=False)
         del self.alpha, self.beta
 
-    def forward(self, x: Tensor) -> Tensor:
-        return snake(x, self.frequency, self.gain)
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """:param before: put before the result, as it is."""
+        return snake(x, self.frequency, self.gain, before)
 
 
 class Snake(nn.Module):
@@ -149,5 +156,6 @@ class Snake(nn.Module):
         self.gain = nn.Parameter(1 / (self.alpha.flatten() + 1e-9), requires_grad=False)
         del self.alpha
 
-    def forward(self, x: Tensor) -> Tensor:
-        return snake(x, self.frequency, self.gain)
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """:param before: put before the result, as it is."""
+        return snake(x, self.frequency, self.gain, before)

@@ -14,15 +14,22 @@ from mstar.nn.ops import cuda_kernels_fault
 __all__ = ["plain_snake", "snake"]
 
 
-def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
-    """``x + gain * sin(frequency * x)²``. *x* ``[rows, channels, T]``; *frequency* and *gain* ``[channels]``."""
+def snake(x: Tensor, frequency: Tensor, gain: Tensor, before: Tensor | None = None) -> Tensor:
+    """``x + gain * sin(frequency * x)²``. *x* ``[rows, channels, T]``; *frequency* and *gain* ``[channels]``.
+
+    :param before: ``[rows, channels, P]``, put before the result: what a convolution that looks back reads is then
+        written once.
+    """
     kernels = _kernels() if x.is_cuda else None
-    return plain_snake(x, frequency, gain) if kernels is None else kernels.snake(x, frequency, gain)
+    make = plain_snake if kernels is None else kernels.snake
+    out: Tensor = make(x, frequency, gain, before)
+    return out
 
 
-def plain_snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+def plain_snake(x: Tensor, frequency: Tensor, gain: Tensor, before: Tensor | None = None) -> Tensor:
     """:func:`snake` in plain torch."""
-    return x + gain[:, None] * torch.sin(x * frequency[:, None]).square()
+    y = x + gain[:, None] * torch.sin(x * frequency[:, None]).square()
+    return y if before is None else torch.cat([before, y], 2)
 
 
 @cache

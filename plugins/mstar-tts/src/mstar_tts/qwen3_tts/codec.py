@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mstar.nn.node import Node, Step
 from mstar.spec.graph import Entry, Port
@@ -54,7 +54,13 @@ class Codec(Node):
     def settle(self) -> None:
         """Once the published weights are in: compute from them what is used instead."""
         settle(self)
-        self.to(self.dtype)
+        for parameter in self.parameters():  # buffers, which angles are computed from, stay float32
+            parameter.data = parameter.data.to(self.dtype)
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """The transformer's layers: what lies between convolutions is one kernel already."""
+        path = "decoder.pre_transformer.layers"
+        yield from ((f"{path}.{index}", layer) for index, layer in enumerate(self.decoder.pre_transformer.layers))
 
     def forward(self, step: Step, codes: Tensor) -> dict[str, Tensor]:
         """*codes* ``[rows, C, groups]``: frames that follow those of the steps before. Returns `samples` float32

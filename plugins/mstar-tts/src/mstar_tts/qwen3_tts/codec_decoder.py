@@ -89,7 +89,7 @@ class _Unit(nn.Module):
         self.conv2 = CausalConv(channels, channels, 1)
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
-        y: Tensor = self.conv2(self.act2(self.conv1(self.act1(x), carry)), carry)
+        y: Tensor = self.conv2(self.conv1(x, carry, self.act1), carry, self.act2)
         return x + y
 
 
@@ -105,7 +105,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor, carry: Carry) -> Tensor:
         activation, upsample, *units = self.block
-        x = upsample(activation(x), carry)
+        x = upsample(x, carry, activation)
         for unit in units:
             x = unit(x, carry)
         return x
@@ -194,5 +194,5 @@ class CodecDecoder(nn.Module):
         x = first(x, carry)
         for block in blocks:
             x = block(x, carry)
-        y: Tensor = last(activation(x), carry)
+        y: Tensor = last(x, carry, activation)
         return y[:, 0].clamp(-1, 1)

@@ -6,6 +6,8 @@ Reference: ``transformers`` 4.57.3, ``MimiModel.encode``, as ``qwen_tts`` 0.1.1 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -130,6 +132,10 @@ class ReferenceEncoder(Node):
     def settle(self) -> None:
         """Once the published weights are in: compute from them what is used instead."""
         settle(self)
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """None: every clip has another length."""
+        return iter(())
 
     def forward(self, step: Step, clip: Tensor) -> dict[str, Packed]:
         """*clip*: float32 samples of all rows, one after the other, ``[N]``. Returns `frames` int64 ``[R, groups]``, of

@@ -9,6 +9,7 @@ Reference: ``audioseal`` 0.2.0 (San Roman et al., 2024), cards ``audioseal_wm_st
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,8 @@ def audioseal_weights(module: Generator | Detector, file: Path) -> WeightMap:
             for name, _ in owner.named_parameters(recurse=False)
             if name not in _NORMS[0]
         ]
-    return WeightMap(tuple(places), float32=(".*",), folder=str(file.resolve()))
+    beside = (rf"(?!{re.escape(prefix)}).*",) if prefix else ()  # what else the training kept
+    return WeightMap(tuple(places), ignore=beside, float32=(".*",), folder=str(file.resolve()))
 
 
 def audioseal_sizes(file: Path) -> SeanetConfig:

@@ -42,6 +42,7 @@ __all__ = ["marked"]
 
 _UNMARKED = "unmarked"
 _SAMPLES = Port("samples", "float32", ("S",), "stacked")
+_ROWS = (1, 2, 4, 8, 16, 32)
 _MOST = 1 << 22
 """Samples of a sound that is marked as a whole: three minutes at 24 kHz."""
 
@@ -134,7 +135,7 @@ def _with_mark(graph: Graph, sound: str, pieces: Fixed | Ramp | Whole, resources
     walks = {name: _redirected(walk, sound) for name, walk in graph.walks.items()}
     return replace(
         graph,
-        nodes=(*graph.nodes, NodeSpec(NODE, (entry,), graph_rows=(1, 2, 4, 8, 16, 32))),
+        nodes=(*graph.nodes, NodeSpec(NODE, (entry,), max_rows=_ROWS[-1], graph_rows=_ROWS)),
         walks={**walks, NODE: Loop(mark, EndOf(_UNMARKED))},
         partitions=(*graph.partitions, Partition(NODE, (NODE,))),
         streams=(*(unmarked if stream is before else stream for stream in graph.streams), after),

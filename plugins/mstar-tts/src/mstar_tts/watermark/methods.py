@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mstar.nn.node import Node, Step
 from mstar.spec.errors import SetupError
@@ -162,6 +162,10 @@ class _PerthNode(Node):
         super().__init__()
         self.strength, self.rate = strength, rate
         self.perth = Perth()
+
+    def regions(self) -> Iterator[tuple[str, nn.Module]]:
+        """None: sounds are of many lengths."""
+        return iter(())
 
     def forward(self, step: Step, samples: Tensor) -> dict[str, Tensor]:
         """*samples*: whole sounds."""
