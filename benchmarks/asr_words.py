@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import subprocess
 import tempfile
 import time
@@ -29,8 +28,9 @@ from common import environment, table, write_result
 from mstar.processing.resampling import resample
 from mstar.processing.speech.transcript import TranscriptBuilder
 from mstar.spec.tasks import Audio, TranscriptionTask
+from mstar.testing.word_errors import word_errors, words
 
-__all__ = ["SENTENCES", "errors", "words"]
+__all__ = ["SENTENCES"]
 
 RATE = 16_000
 THREADS = 2
@@ -81,20 +81,6 @@ SENTENCES = (
 )
 
 Hear = Callable[[np.ndarray], str]
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"[a-z']+", text.lower())
-
-
-def errors(said: Sequence[str], heard: Sequence[str]) -> int:
-    """Fewest words to change, leave out or put in that make *heard* of *said*."""
-    row = list(range(len(heard) + 1))
-    for i, word in enumerate(said, 1):
-        before, row[0] = row[0], i
-        for j, other in enumerate(heard, 1):
-            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (word != other))
-    return row[-1]
 
 
 def spoken(sentence: str, number: int) -> np.ndarray:
@@ -177,8 +163,8 @@ def measure(name: str, clips: Sequence[np.ndarray], sentences: Sequence[str]) ->
     return {
         "system": name,
         "words": total,
-        "clips_wer": round(100 * sum(errors(a, b) for a, b in zip(said, heard, strict=True)) / total, 2),
-        "long_wer": round(100 * errors([word for part in said for word in part], long) / total, 2),
+        "clips_wer": round(100 * sum(word_errors(a, b) for a, b in zip(said, heard, strict=True)) / total, 2),
+        "long_wer": round(100 * word_errors([word for part in said for word in part], long) / total, 2),
         "long_seconds": round(len(whole) / RATE, 1),
         "seconds": round(seconds, 1),
         "wrong": wrong,

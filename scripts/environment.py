@@ -10,7 +10,15 @@ import subprocess
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PACKAGES = ("core", "server", "plugins/mstar-demo", "plugins/mstar-asr", "plugins/mstar-diffusion", "plugins/mstar-tts")
+PACKAGES = (
+    "core",
+    "server",
+    "plugins/mstar-demo",
+    "plugins/mstar-asr",
+    "plugins/mstar-diffusion",
+    "plugins/mstar-tts",
+    "plugins/mstar-qwen3",
+)
 NEWEST_FIRST = ("python3.13", "python3.12", "python3.11")
 
 # A fixed release, so that a run of today and one of next month test the same thing. MSTAR_TORCH takes any requirement

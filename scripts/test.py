@@ -35,7 +35,8 @@ def main():
     if failed:
         say("FAILED: %s. The tests run all the same; this run fails." % ", ".join(failed))
     # Two processes, since most tests wait for a server, a worker or a compiler now and then. A file stays in one.
-    words = ["-n", "2", "--dist", "loadfile"] + sys.argv[1:]
+    # What fails runs once more, and -rR names it: a browser or a busy machine shall not fail a run, nor hide a race.
+    words = ["-n", "2", "--dist", "loadfile", "--reruns", "1", "-rfER"] + sys.argv[1:]
     status = subprocess.call([python, "-m", "pytest"] + words, cwd=ROOT)
     return status or (1 if failed else 0)
 

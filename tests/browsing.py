@@ -57,6 +57,14 @@ class Browser:
         """The first element that *selector* finds, once there is one that can be seen."""
         return self.wait(lambda: next((e for e in self.all(selector) if e.is_displayed()), None), selector)
 
+    def hidden(self, selector: str) -> Any:
+        """The first element that *selector* finds, once there is one, seen or not: a file's field is never seen."""
+        return self.wait(lambda: next(iter(self.all(selector)), None), selector)
+
+    def called(self, selector: str, text: str) -> Any:
+        """The first of the elements that *selector* finds with this text, once there is one."""
+        return self.wait(lambda: next((e for e in self.all(selector) if e.text == text), None), f"{selector}: {text}")
+
     def text(self, selector: str) -> str:
         """Its text, once it has any."""
         return self.wait(lambda: self.one(selector).text, f"text of {selector}")  # type: ignore[no-any-return]

@@ -20,6 +20,8 @@ import openai
 import pytest
 import soundfile
 
+from mstar.testing.word_errors import word_errors, words
+
 from .serving import Server, serving
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "plugins/mstar-asr/tests"))
@@ -59,10 +61,6 @@ def wav(samples: np.ndarray) -> tuple[str, bytes]:
     out = io.BytesIO()
     soundfile.write(out, samples, RATE, format="WAV")
     return ("clip.wav", out.getvalue())
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"[a-z']+", text.lower())
 
 
 def post(server: Server, samples: np.ndarray, route: str = "transcriptions", **fields: Any) -> Any:
@@ -153,15 +151,14 @@ def test_the_native_route(server: Server, jfk: np.ndarray) -> None:
 def test_sentences_of_a_synthesizer(server: Server) -> None:
     """``benchmarks/asr_words.py`` compares the words of more of them with faster-whisper's."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-    from asr_words import SENTENCES, errors, spoken
-    from asr_words import words as words_of
+    from asr_words import SENTENCES, spoken
 
-    assert errors(["a", "b", "c"], ["a", "x", "c", "d"]) == 2
+    assert word_errors(["a", "b", "c"], ["a", "x", "c", "d"]) == 2
     wrong = total = 0
     for number, sentence in enumerate(SENTENCES[:6]):
         heard = post(server, spoken(sentence, number)).json()["text"]
-        wrong += errors(words_of(sentence), words_of(heard))
-        total += len(words_of(sentence))
+        wrong += word_errors(words(sentence), words(heard))
+        total += len(words(sentence))
     assert wrong / total < 0.15
 
 

@@ -39,7 +39,10 @@ def test_imports_where_torch_and_the_server_are_not_installed(name: str) -> None
 
 @pytest.mark.parametrize(
     "plugin",
-    [f"{package}.plugin" for package in ("mstar_server", "mstar_demo", "mstar_asr", "mstar_diffusion", "mstar_tts")],
+    [
+        f"{package}.plugin"
+        for package in ("mstar_server", "mstar_demo", "mstar_asr", "mstar_diffusion", "mstar_tts", "mstar_qwen3")
+    ],
 )
 def test_plugin_modules_are_light(plugin: str) -> None:
     code = f"import sys, {plugin}; print(sorted({{'torch', 'transformers', 'fastapi', 'numpy'}} & set(sys.modules)))"

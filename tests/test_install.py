@@ -22,6 +22,7 @@ PACKAGES = {
     "mstar-asr": ("plugins/mstar-asr", "mstar_asr"),
     "mstar-diffusion": ("plugins/mstar-diffusion", "mstar_diffusion"),
     "mstar-tts": ("plugins/mstar-tts", "mstar_tts"),
+    "mstar-qwen3": ("plugins/mstar-qwen3", "mstar_qwen3"),
 }
 
 

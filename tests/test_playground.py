@@ -60,7 +60,7 @@ def code(browser: Browser, kind: str) -> str:
     """What the page shows as code for the last request."""
     if not browser.one("details.code").get_attribute("open"):
         browser.one("details.code > summary").click()
-    next(button for button in browser.all(".code .tab") if button.text == kind).click()
+    browser.called(".code .tab", kind).click()
     return str(browser.one(".code pre").text)
 
 
@@ -129,7 +129,7 @@ def test_thoughts_are_folded_and_tools_are_answered_by_hand(browser: Browser, se
     assert browser.text(".tool-call strong") == "weather"
     assert json.loads(browser.text(".tool-call code")) == {"count": 16}
     browser.one(".tool-call textarea").send_keys("sunny")
-    next(button for button in browser.all(".tool-calls button") if button.text == "Send results").click()
+    browser.called(".tool-calls button", "Send results").click()
     browser.wait(lambda: len(browser.all(".turn[data-role=assistant] .foot button")) == 4, "the second answer")
     so_far = "abc" + answer("abc")[THOUGHTS:] + "sunny"
     assert browser.all(".turn[data-role=assistant] .markdown")[-1].text == answer(so_far)[THOUGHTS:]

@@ -85,9 +85,9 @@ def test_a_clip_becomes_a_voice(browser: Browser, server: Server, clip: Path) ->
     browser.open(f"{server.url}/#/mini_tts/speech")
     browser.one(".settings details > summary").click()
     browser.one("[data-field=name] input").send_keys("beeper")
-    browser.all("[data-field=audio_sample] input[type=file]")[0].send_keys(str(clip))
+    browser.hidden("[data-field=audio_sample] input[type=file]").send_keys(str(clip))
     browser.one("[data-field=audio_sample] .chip")
-    next(button for button in browser.all(".side button") if button.text == "Add the voice").click()
+    browser.called(".side button", "Add the voice").click()
     chosen = browser.one("[data-field=voice] input")
     name = browser.wait(lambda: chosen.get_attribute("value"))
     assert name in [option.get_attribute("value") for option in browser.all("datalist option")]
@@ -107,7 +107,7 @@ def test_a_chat_answers_with_sound(browser: Browser, server: Server) -> None:
 
 def test_a_clip_is_written_down(browser: Browser, server: Server, clip: Path) -> None:
     browser.open(f"{server.url}/#/mini_ctc/transcription")
-    browser.all("[data-field=file] input[type=file]")[0].send_keys(str(clip))
+    browser.hidden("[data-field=file] input[type=file]").send_keys(str(clip))
     browser.one("[data-field=file] .chip")
     with clip.open("rb") as file:
         form = {"model": "mini_ctc", "response_format": "verbose_json"}
@@ -148,7 +148,7 @@ def test_pictures_are_made_and_changed(browser: Browser, server: Server, tmp_pat
     run_shown(browser, tmp_path)
     with Image.open(tmp_path / "image.png") as made:
         assert made.size == (16, 8)
-    next(button for button in browser.all("figure button") if button.text == "Change this").click()
+    browser.called("figure button", "Change this").click()
     browser.one("[data-field=image] .chip")
     browser.one("[data-field=n] input").clear()
     browser.one(".send").click()

@@ -24,6 +24,7 @@ from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.request import Cancel, Emit, EngineRequest, Failed, SamplingParams
 from mstar.worker.core import Worker
+from mstar.worker.layout import Meshes
 
 __all__ = ["GREEDY", "SAMPLED", "Engine", "EngineError", "Loop", "Window", "bench_registry", "engine_of"]
 
@@ -74,7 +75,9 @@ def engine_of(job: Job, state: dict[str, Any]) -> Engine:
 class Loop:
     """A worker in this process, driven as an executor's loop drives it, and what its requests have said."""
 
-    def __init__(self, registry: Registry, key: str, weights: Path, options: Mapping[str, Any]):
+    def __init__(
+        self, registry: Registry, key: str, weights: Path, options: Mapping[str, Any], meshes: Meshes | None = None
+    ):
         spec = registry.model(key)
         merged = merge_deployment(spec.key, packaged_deployment(spec), dict(options))
         self.phases: dict[str, float] = {}
@@ -84,7 +87,7 @@ class Loop:
             self.phases[phase.name] = time.perf_counter() - began
 
         config = WorkerConfig(key=key, weights=str(weights), deployment=merged)
-        self.worker = Worker(config, registry, note)
+        self.worker = Worker(config, registry, note, meshes)
         self.load_s = time.perf_counter() - began
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
@@ -173,8 +176,10 @@ class Loop:
 class Engine(Loop):
     """A language model of one shape. Requests have random prompts of exact length and never stop at the end token."""
 
-    def __init__(self, shape: str, weights: Path, options: Mapping[str, Any], seed: int = 0):
-        super().__init__(bench_registry(), shape, weights, options)
+    def __init__(
+        self, shape: str, weights: Path, options: Mapping[str, Any], seed: int = 0, meshes: Meshes | None = None
+    ):
+        super().__init__(bench_registry(), shape, weights, options, meshes)
         self.vocab = SHAPES[shape].facts.vocab
         self._draw = np.random.default_rng(seed)
 

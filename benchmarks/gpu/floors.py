@@ -19,7 +19,7 @@ from torch import Tensor
 from gpu.child import Job
 from gpu.shapes import SHAPES, Shape, sizes_of
 
-__all__ = ["copy_bandwidth", "floors", "gemm_rate", "linear_graph"]
+__all__ = ["copy_bandwidth", "floors", "gemm_rate", "linear_graph", "products_graph"]
 
 
 def floors(job: Job, state: dict[str, Any]) -> dict[str, Any]:
@@ -52,11 +52,15 @@ def gemm_rate(device: torch.device, size: int) -> float:
 
 def linear_graph(shape: Shape, device: torch.device, batches: Sequence[int]) -> dict[str, float]:
     """Seconds of one step's linear layers, head included, by batch size."""
-    layers = [
-        [_weight(out, inner, device) for _, out, inner in shape.layer_products] for _ in range(shape.facts.layers)
-    ]
-    weights = [weight for layer in layers for weight in layer]
-    weights.append(_weight(shape.facts.vocab, shape.facts.hidden, device))
+    products = [(out, inner) for _, out, inner in shape.layer_products] * shape.facts.layers
+    return products_graph([*products, (shape.facts.vocab, shape.facts.hidden)], device, batches)
+
+
+def products_graph(
+    products: Sequence[tuple[int, int]], device: torch.device, batches: Sequence[int]
+) -> dict[str, float]:
+    """Seconds of *products*, (outputs, inputs) of layers one after the other, by batch size."""
+    weights = [_weight(out, inner, device) for out, inner in products]
     return {str(batch): _linear_step(weights, batch, device) for batch in batches}
 
 

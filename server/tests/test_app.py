@@ -7,7 +7,7 @@ from fastapi import APIRouter
 
 from mstar.cluster.base import Phase
 from mstar.hookspecs import hookimpl
-from mstar.spec.errors import FaultFound
+from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.processor import TextDelta
 
 CHAT = "/v1/chat/completions"
@@ -30,6 +30,28 @@ async def test_models_are_listed_with_what_a_client_must_know(kit):
     assert one == second
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     assert "did you mean 'org/other'" in missing.json()["error"]["message"]
+
+
+async def test_a_model_answers_to_its_other_names(kit, chat):
+    names = {"gpt-9": "tiny", "org/gpt": "tiny"}
+    async with kit.client(kit.Service(kit.HELLO), aliases=names) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [
+            ("tiny", "tiny"),
+            ("gpt-9", "tiny"),
+            ("org/gpt", "tiny"),
+        ]
+        assert (await client.get("/v1/models/org/gpt")).json()["id"] == "org/gpt"
+        assert (await client.post(CHAT, json=chat(model="gpt-9"))).status_code == 200
+        wrong = await client.post(CHAT, json=chat(model="gpt-8"))
+    assert wrong.status_code == 404
+    assert "did you mean 'gpt-9'" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("aliases", [{"gpt-9": "tinny"}, {"tiny": "tiny"}])
+async def test_an_alias_of_nothing_or_in_a_models_place_is_refused(kit, aliases):
+    with pytest.raises(SetupError, match="cannot stand for"):
+        kit.client(kit.Service(), aliases=aliases)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ def mstar_resources() -> dict[str, str]:
         "paged_kv": "mstar.resources.paged_kv:PagedKV",
         "cross_kv": "mstar.resources.cross_kv:CrossKV",
         "window_kv": "mstar.resources.window_kv:WindowKV",
+        "media_embeddings": "mstar.resources.media:MediaEmbeddings",
         "ragged_attention": "mstar.resources.ragged:RaggedAttention",
         "recurrent_state": "mstar.resources.recurrent:RecurrentStateResource",
         "positions": "mstar.resources.positions:PositionsResource",
@@ -72,7 +73,9 @@ def mstar_cli(commands: Commands) -> None:
         plugins,
         run,
         serve,
+        simulate,
     )
 
-    for command in (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, completion):
+    every = (serve, run, models, plugins, plugin, graph, check, licences, keys, download, doctor, simulate, completion)
+    for command in every:
         command.register(commands)

@@ -14,6 +14,7 @@ variable                    meaning
 ``MSTAR_TRACE_PLUGINS``     1 prints every hook call on standard error. Default 0.
 ``MSTAR_ACCEPT_LICENCES``   Keys of models whose non-permissive terms the operator accepts.
 ``MSTAR_API_KEY``           Clients of the server must send this key.
+``MSTAR_MAX_VIDEO_PIXELS``  Pixels of a video's decoded frames, unless ``--max-video-pixels`` says. Default 2^30.
 ``MSTAR_LOG_LEVEL``         ``debug``, ``info``, ``warning`` or ``error``. Default ``info``.
 ``MSTAR_LOG_FORMAT``        ``text``, or ``json``: an object a line, for programs. Default ``text``.
 ``HF_TOKEN``                Token for the Hugging Face Hub.
@@ -76,6 +77,7 @@ class Settings:
     trace_plugins: bool = False
     accept_licences: tuple[str, ...] = ()
     api_key: str | None = field(default=None, repr=False)
+    max_video_pixels: int | None = None
     log_level: str = "info"
     log_format: LogFormat = "text"
     hub_token: str | None = field(default=None, repr=False)
@@ -99,6 +101,7 @@ class Settings:
             trace_plugins=_flag(env, "MSTAR_TRACE_PLUGINS"),
             accept_licences=_names(env, "MSTAR_ACCEPT_LICENCES"),
             api_key=env.get("MSTAR_API_KEY") or None,
+            max_video_pixels=_count(env, "MSTAR_MAX_VIDEO_PIXELS"),
             log_level=_choice(env, "MSTAR_LOG_LEVEL", LOG_LEVELS, "info"),
             log_format=_choice(env, "MSTAR_LOG_FORMAT", LOG_FORMATS, "text"),
             hub_token=env.get("HF_TOKEN") or None,
@@ -146,6 +149,13 @@ def _choice(env: Mapping[str, str], variable: str, choices: tuple[Choice, ...], 
         if value == choice:
             return choice
     raise SetupError(f"{variable}: {value!r} is not a valid value{nearest(value, choices)}")
+
+
+def _count(env: Mapping[str, str], variable: str) -> int | None:
+    value = env.get(variable, "").strip()
+    if value and not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise SetupError(f"{variable}: {value!r} is not a whole number of at least 1")
+    return int(value) if value else None
 
 
 def _url(env: Mapping[str, str], variable: str) -> str | None:

@@ -420,6 +420,14 @@ def test_serve_leaves_what_is_not_given_to_the_deployment(mstar: Run, server: Fa
     assert server.served["options"] == {"host": "127.0.0.1", "port": 8000, "api_key": "from-env"}
 
 
+def test_serve_takes_the_limit_of_videos_from_the_environment(mstar: Run, server: FakeServer) -> None:
+    assert mstar("serve", "toy-chat", MSTAR_MAX_VIDEO_PIXELS="5000")[0] == 0
+    assert server.served["options"]["max_video_pixels"] == 5000
+    assert mstar("serve", "toy-chat", "--max-video-pixels", "6000", MSTAR_MAX_VIDEO_PIXELS="5000")[0] == 0
+    assert server.served["options"]["max_video_pixels"] == 6000
+    assert "'0' is not a whole number" in mstar("serve", "toy-chat", MSTAR_MAX_VIDEO_PIXELS="0")[2]
+
+
 def test_serve_without_the_server_says_how_to_get_it(
     mstar: Run, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ class Contexts:
         heads = self.draw(self.rows, (count + 1) * self.size)[:, : count * self.size]
         inverse = torch.cat((-torch.ones(self.size // 2), torch.ones(self.size // 2))) * 0.37
         cos, sin = reference.rotation(torch.arange(self.rows), inverse, 1.0, self.dtype)
-        norms = HeadNorms(self.draw(self.size), self.draw(self.size), 1e-5) if normed else None
+        norms = HeadNorms(self.draw(self.size), self.draw(self.size).float(), 1e-5) if normed else None
         return heads.view(self.rows, count, self.size), group * self.kv_heads, cos.to(DEVICE), sin.to(DEVICE), norms
 
     def step(self, inputs: tuple[Any, ...], scratch: Scratch, splits: int, **how: Any) -> Tensor:

@@ -113,6 +113,8 @@ def test_every_kind_of_layer(n: int, k: int, dtype: torch.dtype, rows: int, chos
 
     before = x.clone()
     exact = normed(x, norm, 1e-3) @ weight.double().T
+    precise = norm.float() + 1e-3  # more than the layer's dtype has numbers for
+    close(cuda_linear.norm_linear(x, precise, 1e-3, weight, None), normed(x, precise, 1e-3) @ weight.double().T)
     after = cuda_linear.norm_linear(x, norm, 1e-3, weight, bias)
     assert after is not None
     close(after, exact + biased)

@@ -61,6 +61,14 @@ def test_a_stream_in_float32_keeps_its_precision(dtype: torch.dtype) -> None:
     close(got, reference.add_rms_norm(stream.clone(), None, weight.float(), 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norms_weight_in_float32_is_not_rounded(dtype: torch.dtype) -> None:
+    stream, weight = draw(5, 96, dtype=dtype), 1 + draw(96) / 300  # what bfloat16 has few values for
+    got = cuda.add_rms_norm(stream, None, weight, 1e-5, dtype)
+    assert got.dtype == dtype
+    close(got, reference.add_rms_norm(stream.float(), None, weight, 1e-5))
+
+
 def test_norms_of_other_shapes_go_to_the_reference() -> None:
     heads, weight = draw(3, 4, 16), draw(16)
     got = cuda.add_rms_norm(heads[:, 1:3], None, weight, 1e-5)
@@ -75,6 +83,33 @@ def test_silu_mul(dtype: torch.dtype, rows: int, size: int) -> None:
         gate_up[0, :6] = torch.tensor([0, 300, -300, torch.inf, 88, -88]).to(gate_up)
     exact = reference.silu_mul(gate_up.double())
     torch.testing.assert_close(cuda.silu_mul(gate_up).double(), exact, rtol=ROUNDING[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 1100), (7, 101)])
+def test_sigmoid_mul(dtype: torch.dtype, rows: int, size: int) -> None:
+    x, gate = draw(rows, size + 3, dtype=dtype)[:, :size], draw(rows, size + 5, dtype=dtype, scale=4)[:, :size]
+    if rows:
+        gate[0, :5] = torch.tensor([0, 300, -300, 88, -88]).to(gate)
+    got = cuda.sigmoid_mul(x, gate)
+    assert got.dtype == dtype
+    exact = reference.sigmoid_mul(x.double(), gate.double())
+    torch.testing.assert_close(got.double(), exact, rtol=ROUNDING[dtype], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_over_several_axes(dtype: torch.dtype) -> None:
+    inverse = torch.linspace(0.5, 0, 20).to(DEVICE)
+    axes = (torch.arange(20) % 3).to(DEVICE)
+    positions = torch.randint(0, 5000, (3, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for given in (positions, torch.cat((positions, positions), 1)[:, :7]):  # rows with gaps
+        got = cuda.rotation(given, inverse, 1.3, dtype, axes)
+        for mine, exact in zip(got, reference.rotation(positions, inverse, 1.3, torch.float32, axes), strict=True):
+            close(mine, exact)
+            assert mine.shape == (7, 1, 20)
+    for element in range(20):
+        alone = reference.rotation(positions[axes[element]], inverse[element : element + 1], 1.3, dtype)
+        assert torch.equal(alone[0][:, :, 0], reference.rotation(positions, inverse, 1.3, dtype, axes)[0][..., element])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +140,7 @@ def exact_store(
     return reference.rotate_store(heads.float(), q_heads, cos.float(), sin.float(), wide, None, None, None)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("normed", [False, True, torch.float32])  # the last: weights in float32
 @pytest.mark.parametrize(
     ("rows", "q_heads", "kv_heads", "size", "dtype", "kept_as"),
     [
@@ -117,12 +152,13 @@ def exact_store(
     ],
 )
 def test_rotate_store(
-    normed: bool, rows: int, q_heads: int, kv_heads: int, size: int, dtype: torch.dtype, kept_as: torch.dtype
+    normed: object, rows: int, q_heads: int, kv_heads: int, size: int, dtype: torch.dtype, kept_as: torch.dtype
 ) -> None:
     count = q_heads + 2 * kv_heads
     heads = draw(rows, (count + 1) * size, dtype=dtype)[:, : count * size].view(rows, count, size)  # rows have gaps
     cos, sin = (each.to(DEVICE) for each in rotation(rows, size, dtype))
-    norms = HeadNorms(draw(size, dtype=dtype), draw(size + 1, dtype=dtype)[:size], 1e-5) if normed else None
+    kind = normed if isinstance(normed, torch.dtype) else dtype
+    norms = HeadNorms(draw(size, dtype=kind), draw(size + 1, dtype=kind)[:size], 1e-5) if normed else None
     want = exact_store(heads, q_heads, cos, sin, norms)
     places = torch.randperm(rows + 4, generator=torch.Generator().manual_seed(1))[:rows].to(DEVICE)
     keys, values = (draw(rows + 4, kv_heads * size, dtype=kept_as) for _ in range(2))

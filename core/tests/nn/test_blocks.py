@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from mstar.nn import ops
 from mstar.nn.config import ACTIVATIONS, DecoderConfig
 from mstar.nn.decoder import DecoderStack, GatedMLP
 from mstar.nn.linear import QKVLinear
-from mstar.nn.norm import RMSNorm
+from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 
 
 def random_(module: nn.Module, seed: int = 2) -> nn.Module:
@@ -55,6 +56,18 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype, scale: float) -> None:
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     torch.testing.assert_close(got.float(), exact, rtol=tolerance, atol=tolerance)
     assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offset_norm_equals_transformers(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(4)).to(dtype)
+    reference, ours = random_(Qwen3_5RMSNorm(64, 1e-5)), random_(OffsetRMSNorm(64, 1e-5, dtype))
+    with torch.no_grad():
+        ours.add_one()
+        exact = reference(x.float())
+        got = ours(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), exact, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 def test_grouped_heads_are_laid_out_query_first() -> None:

@@ -22,7 +22,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    files = [HERE / f"cuda_{name}_cases.py" for name in ("attention", "invariant", "linear", "ops", "sampling")]
+    files = [
+        HERE / f"cuda_{name}_cases.py" for name in ("attention", "delta", "invariant", "linear", "ops", "sampling")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -68,8 +70,16 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
     assert _compile(cuda._add_rms_norm, same, "eps:fp32", added=True, **sizes)
     assert _compile(cuda._silu_mul, "gate_up:bf16 out:bf16", stride=512, size=256, block=256)
-    angles = _compile(cuda._rotation, "positions:i64 inverse:fp32 cos:bf16 sin:bf16", "scale:fp32", size=128, block=128)
-    assert "cos.approx" not in angles  # wrong beyond a few turns
+    gated: dict[str, Any] = {"stride": 256, "gate_stride": 768, "size": 256, "block": 256}
+    assert _compile(cuda._sigmoid_mul, "x:bf16 gate:bf16 out:bf16", **gated)
+    for several in (False, True):
+        angles = _compile(
+            cuda._rotation,
+            "positions:i64 inverse:fp32 axes:i64 cos:bf16 sin:bf16",
+            "scale:fp32 stride:i32",
+            **{"size": 128, "block": 128, "several": several},
+        )
+        assert "cos.approx" not in angles  # wrong beyond a few turns
     assert _compile(
         cuda._rotate_store,
         "heads:bf16 q:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 places:i64",
@@ -115,6 +125,36 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert _compile(
         sampling._edit, edited, width=282, **{name: size for name, size in sizes.items() if name != "blocks"}
     )
+
+
+def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_delta as delta
+    from mstar.nn.ops import cuda_delta_chunks as chunks
+
+    heads: dict[str, Any] = {"v_heads": 4, "key": 128, "value": 128}
+    layer = "mixed:bf16 a:bf16 b:bf16 weight:bf16 a_log:fp32 dt_bias:bf16 windows:bf16 states:fp32 out:bf16 "
+    places = "window_source:i64 window_target:i64 state_source:i64 state_target:i64"
+    strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
+    one = {"width": 4, "k_heads": 2, "columns": 32, "window_kept": True, "state_kept": True}
+    assert "st.global.v4" in _compile(delta._decode, layer + places, aligned=True, **heads, **strides, **one)
+    rows = "x:bf16 weight:bf16 bias:bf16 windows:bf16 out:bf16 source:i64 target:i64 row_of:i64 offsets:i64"
+    sizes: dict[str, Any] = {"stride": 1536, "window_stride": 9216, "channels": 1024, "width": 4, "block": 512}
+    assert _compile(delta._conv, rows, "tokens:i32", biased=True, kept=True, **sizes)
+    norm = {"stride": 512, "gate_stride": 1536, "heads": 4, "size": 128, "group": 8, "block": 128}
+    assert _compile(delta._gated_rms_norm, "x:bf16 gate:bf16 weight:bf16 out:bf16", "eps:fp32", **norm)
+    scratch = "solved:bf16 reads:bf16 seeing:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
+    strides = {"q_stride": 1024, "k_stride": 1024, "v_stride": 1024, "a_stride": 1536, "b_stride": 1536}
+    way: dict[str, Any] = {"chunk": 64, "precision": "tf32x3"}
+    gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
+    prepared = _compile(
+        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **heads, **strides, **way
+    )
+    assert "mma" in prepared
+    scan = scratch + "first_chunks:i32 states:fp32 state_source:i64 state_target:i64 out:bf16"
+    sizes = {"state_stride": 131072, "columns": 32, "kept": True}
+    scanned = _compile(chunks._scan, scan, "most:i32", aligned=True, **heads, **sizes, **way)
+    assert "mma" in scanned
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from mstar.nn.cpu_linear import prepare_cpu
@@ -66,6 +68,14 @@ CASES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
     "qwen3-yarn": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN)),
     "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=9)),
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+CASES |= {
+    "qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True)),
+    "qwen3-moe-some-layers": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[0]),
+    ),
 }
 PROMPTS = {0: [5, 17, 90, 3, 3, 44, 150, 8, 61, 12, 9, 101, 7], 1: [140], 2: [33, 20, 33, 20, 6]}
 TOKENS = 8

@@ -138,3 +138,15 @@ def test_the_format_is_the_templates() -> None:
     assert ReasoningTags.of("…") is None
     assert ReasoningTags().open_in("<|im_start|>assistant\n<think>\n")
     assert not ReasoningTags().open_in("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_blanks_around_a_value_of_a_closed_set_are_no_part_of_it() -> None:
+    """A constraint lets them stand there; in a free text they may be meant."""
+    closed = {"type": "string", "enum": ["here", "there"]}
+    properties = {"where": closed, "note": {"type": "string"}, "only": {"type": "string", "const": "x"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    values = (("where", " here\n\n"), ("note", " here"), ("only", "x "), ("where", "hereabouts "))
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
+    call = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    ((_, got),) = said(split(Channels(StopStrings((), False), None, False, QwenXmlFormat([tool])), [call]))
+    assert got == 'f({"where": "here", "note": " here", "only": "x", "where": "hereabouts "})'

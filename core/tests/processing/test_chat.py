@@ -368,3 +368,20 @@ def test_the_renderer_hides_the_end_unless_it_is_ignored(folder: Path) -> None:
         deltas = list(renderer.feed(Emit(id="r", stream="text", seq=0, data=ids)))
         assert "".join(d.text for d in deltas) == "Hi you"
         assert sum(len(d.tokens) for d in deltas) == len(ids) - expected
+
+
+class ThinkingKnobs(SamplingKnobs):
+    think: bool | None = None
+
+
+@pytest.mark.parametrize(("think", "ending"), [(None, "default"), (False, "off"), (True, "on")])
+def test_a_knob_of_the_template_that_is_not_set_is_left_to_it(tmp_path: Path, think: bool | None, ending: str) -> None:
+    template = "{{ messages[0].content }} {{ 'default' if think is not defined else 'on' if think else 'off' }}"
+    ours = processor(write_folder(tmp_path, template=template))
+    knobs = ThinkingKnobs(think=think)
+    for task in (
+        ChatTask(knobs=knobs, messages=(Message("user", (Text("Hi"),)),)),
+        GenerateTask(knobs=knobs, text="Hi"),
+    ):
+        ids, _ = ours.prompt_ids(task)
+        assert ours.detokenize(ids) == f"Hi {ending}"

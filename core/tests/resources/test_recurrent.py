@@ -208,3 +208,77 @@ def test_books_and_faults() -> None:
     resource.rollback(rows)
     with pytest.raises(IntegrityError, match="without a plan"):
         resource.commit(rows)
+
+
+KEEPING = RecurrentState(tensors={"ssm": ((4,), "float32")}, page=2, checkpoints=4)
+
+
+def told(resource: RecurrentStateResource, owner: Owner, amount: float, ids: list[int] | None, length: int = 1) -> None:
+    """A step that adds *amount*."""
+    rows = [Row(owner, length, True, ids)]
+    view = resource.plan(rows)
+    view.write("ssm", view.read("ssm") + amount)
+    resource.commit(rows)
+
+
+def test_a_retracted_step_leaves_no_checkpoint() -> None:
+    resource = state(spec=KEEPING)
+    owner = start(resource, "a")
+    told(resource, owner, 1.0, [5])
+    told(resource, owner, 99.0, None)  # a step ahead, to the end of the page
+    resource.retract(Row(owner))
+    resource.check([owner])
+    told(resource, owner, 2.0, None)
+    resource.learn(owner, [6])
+    heir = start(resource, "b")
+    assert resource.match(heir, [5, 6, 7]) == 2
+    resource.skip(heir, [5, 6])
+    told(resource, heir, 10.0, [7])
+    told(resource, owner, 20.0, [8])
+    assert values(resource, [owner, heir]) == [23.0, 13.0]
+    resource.check([owner, heir])
+
+
+def test_prompts_are_cut_where_a_checkpoint_is_wanted() -> None:
+    resource = state(spec=RecurrentState(tensors=SPEC.tensors, page=2, checkpoints=4, checkpoint_tokens=17))
+    owner = start(resource, "a")
+    cuts, left = [], 45
+    while left:
+        cuts.append(resource.cut(owner, left))
+        told(resource, owner, 1.0, [0] * cuts[-1], cuts[-1])
+        left -= cuts[-1]
+    assert cuts == [16, 16, 12, 1]  # every eighth page, and the last boundary before the last token
+    short = start(resource, "b")
+    assert resource.cut(short, 4) == 4  # what would be saved is not worth a step
+    resource.missed(short, 3)
+    assert resource.cut(short, 4) == 2
+
+
+def test_a_step_writes_a_tensor_in_all_layers_or_in_none() -> None:
+    resource = state(spec=RecurrentState(tensors={"ssm": ((4,), "float32")}, layers=3))
+    owner = start(resource, "a")
+    rows = [Row(owner)]
+    view = resource.plan(rows)
+    for layer in range(2):
+        view.write("ssm", torch.full((1, 4), layer + 1.0), layer)
+    with pytest.raises(RuntimeError, match=r"not in \[2\]"):
+        resource.commit(rows)
+    view = resource.plan(rows)
+    for layer in range(3):
+        view.write("ssm", torch.full((1, 4), layer + 1.0), layer)
+    resource.commit(rows)
+    view = resource.plan(rows)
+    assert [view.read("ssm", layer)[0, 0].item() for layer in range(3)] == [1, 2, 3]
+    with pytest.raises(IndexError, match="there are 3"):
+        view.read("ssm", 3)
+
+
+def test_checkpoints_are_part_of_the_memory_plan() -> None:
+    one = 4 * 4
+    kept = {n: RecurrentState(tensors=KEEPING.tensors, checkpoints=n) for n in (None, 3, 0)}
+    assert state(owners=4, spec=kept[3], memory=13 * one).device_bytes() == 13 * one
+    with pytest.raises(SetupError, match=rf"3 checkpoints of {one} need 208 B.*resources\.state\.checkpoints: 2"):
+        state(owners=4, spec=kept[3], memory=12 * one)
+    assert state(owners=4, spec=kept[None]).checkpoints.most == 4
+    assert state(owners=4, spec=kept[None], memory=(10 + 16) * one).checkpoints.most == 2
+    assert state(owners=4, spec=kept[None], memory=10 * one).checkpoints.most == 0

@@ -177,6 +177,7 @@ def test_a_request_that_goes_wrong_is_found(refusals: Report, key: str) -> None:
 ENDS = {"test_cancel", "test_cancel_between_chunks", "test_a_failing_request_fails_alone"}
 BATCHES = {
     "test_one_after_the_other",
+    "test_prompts_that_begin_alike",
     "test_batch_invariance",
     "test_late_arrivals",
     "test_chunked_prefill",
@@ -197,9 +198,13 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
         {"test_batch_invariance": "stream 'text' changed in a batch with other requests: alone ["},
         {*ENDS, *BATCHES, "test_http_round_trip"},
     ),
+    "skips_state": (
+        {"test_prompts_that_begin_alike": "because prompts before it on the same worker began alike"},
+        {*BATCHES, *ENDS, "test_http_round_trip"},
+    ),
     "forgets_chunks": (
         {"test_chunked_prefill": "changed when steps may have 3 tokens, so that its prompt is cut"},
-        {*ENDS, "test_late_arrivals"},
+        {*ENDS, "test_late_arrivals", "test_prompts_that_begin_alike"},
     ),
     "mixes_phases": (
         {"test_late_arrivals": "changed because others arrived while it ran"},

@@ -35,7 +35,7 @@ def values(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def read(folder: Path, destinations: dict[str, Tensor]) -> list[int]:
     seen: list[int] = []
-    Checkpoint(folder).read(destinations.items(), seen.append)
+    Checkpoint(folder).read(((name, to, None) for name, to in destinations.items()), seen.append)
     return seen
 
 
@@ -60,7 +60,7 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:
     found = Checkpoint(tmp_path)
     object.__setattr__(found.tensors["odd"], "dtype", "F6_E2M3")
     with pytest.raises(WeightsError, match=r"model\.safetensors: tensor 'odd' holds F6_E2M3"):
-        found.read([("odd", torch.empty(4))], lambda done: None)
+        found.read([("odd", torch.empty(4), None)], lambda done: None)
 
 
 @pytest.mark.parametrize("block", [8, 1 << 20])
@@ -125,7 +125,7 @@ def test_a_file_that_shrinks_is_told_as_truncated(dtype: torch.dtype, tmp_path: 
     found = Checkpoint(tmp_path)
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(WeightsError, match=re.escape(str(file)) + r" \([\d,]+ bytes\) is damaged or truncated"):
-        found.read([("x", torch.empty(100, dtype=dtype))], lambda done: None)
+        found.read([("x", torch.empty(100, dtype=dtype), None)], lambda done: None)
 
 
 def test_a_file_that_goes_away(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
     found = Checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="cannot be read"):
-        found.read([("x", torch.empty(100))], lambda done: None)
+        found.read([("x", torch.empty(100), None)], lambda done: None)
 
 
 class LazyStream:

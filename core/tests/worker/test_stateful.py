@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mstar.registry import Registry
-from mstar.spec.request import Failed
+from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.faults import doom
 from mstar.testing.miniatures import Example, miniature
@@ -140,8 +140,31 @@ class OmniMachine(WorkerMachine):
 
 
 class HybridMachine(WorkerMachine):
+    """Prompts begin like earlier ones, or like their answers; there are too few checkpoints for all."""
+
     constrained = False
     key = "mini_hybrid"
+    overrides: ClassVar[dict[str, Any]] = {
+        **WorkerMachine.overrides,
+        "resources": {"kv": {"tokens": 256}, "state": {"checkpoints": 4}},
+    }
+
+    @precondition(lambda self: self.asked)
+    @rule(rng=st.randoms(use_true_random=False), samples=st.integers(1, 3))
+    def arrive_like_another(self, rng: Any, samples: int) -> None:
+        like = rng.choice(sorted(self.asked))
+        text = self.asked[like].text
+        if isinstance(self.driver.ended.get(like), Done) and self.driver.emitted.get(like) and rng.random() < 0.5:
+            text += decode(self.driver.result(like)["text"])
+        text = text[: rng.randint(1, len(text))] + "".join(rng.choices("abc", k=rng.randint(0, 6)))
+        first = f"r{len(self.asked)}"
+        for _ in range(samples):
+            name = f"r{len(self.asked)}"
+            self.asked[name] = Example(text, {"max_tokens": rng.randint(1, 9)})
+            prepared = self.driver.prepare(name, self.asked[name])
+            prepared.request.sibling_of = None if name == first else first
+            self.driver.submit_prepared(prepared, self.asked[name])
+        self.driver.take()
 
 
 class DenoiseMachine(WorkerMachine):
@@ -188,7 +211,7 @@ def case(machine: type[WorkerMachine], examples: int) -> Any:
 
 TestChat = case(WorkerMachine, 40)
 TestOmni = case(OmniMachine, 15)
-TestHybrid = case(HybridMachine, 15)
+TestHybrid = case(HybridMachine, 25)
 TestDenoise = case(DenoiseMachine, 15)
 TestDuplex = case(DuplexMachine, 15)
 TestSeq2Seq = case(Seq2SeqMachine, 12)

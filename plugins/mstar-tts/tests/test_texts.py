@@ -164,7 +164,10 @@ def test_a_default_voice_that_is_not_there_is_told(tmp_path: Path, caplog: pytes
     for name in ("af_alloy", "am_adam"):
         (tmp_path / f"{name}.bin").touch()
     voices = Voices(tmp_path, 4)
-    assert voices.default("am_adam") == "am_adam"
+    for there in ("am_adam", "am_adam(2)+af_alloy"):
+        assert voices.default(there) == there
     assert not caplog.records
     assert voices.default("am_adm") == "af_alloy"
-    assert "no voice 'am_adm'; did you mean 'am_adam'?; 'af_alloy' speaks instead" in caplog.text
+    assert (
+        "'default_voice': there is no voice 'am_adm'; did you mean 'am_adam'?; 'af_alloy' speaks instead" in caplog.text
+    )

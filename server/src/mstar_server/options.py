@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class ServerOptions:
         answered 429.
     :param key_requests_per_minute: likewise, requests begun within a minute.
     :param cors: origins whose pages may use this server (``"*"``: all); none by default.
+    :param aliases: other names that a model answers to, each with the model's key: for clients that can ask only for
+        the names of somebody's models (``{"tts-1": "kokoro"}``). Each is a model of its own in the listing.
     :param playground: whether there is a page to try the models, at ``/``.
     :param root_path: the path below which a proxy shows this server (``"/mstar"``).
     :param max_body_bytes: largest request body; more is answered 413.
@@ -92,6 +95,7 @@ class ServerOptions:
     max_key_requests: int | None = None
     key_requests_per_minute: int | None = None
     cors: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
     playground: bool = True
     root_path: str = ""
     max_body_bytes: int = 64 * MIB

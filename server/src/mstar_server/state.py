@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.requests import HTTPConnection
 
-from mstar.spec.errors import NotReady, RequestError, nearest
+from mstar.spec.errors import NotReady, RequestError, SetupError, nearest
 from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
@@ -47,6 +47,7 @@ ROUTES: Mapping[str, str] = {
 class ServerState:
     """The running models by key, and everything else that a route may need.
 
+    :ivar aliases: other names of models, with the key of each.
     :ivar draining: the server is about to stop: requests that run go on, new ones are refused.
     :ivar created: when the server started, in Unix seconds: what OpenAI's listing calls a model's creation.
     :ivar responses: those that clients asked to be kept.
@@ -64,6 +65,7 @@ class ServerState:
         tracing: Tracing | None = None,
     ):
         self.services, self.registry, self.options = dict(services), registry, options
+        self.aliases = _aliases(options.aliases, self.services)
         self.draining = False
         self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
         self.observer = Observer(Metrics(tuple(services)), tracing, options.log_stats)
@@ -125,9 +127,9 @@ class ServerState:
                 param="model",
                 code="missing_required_parameter",
             )
-        service = self.services.get(model)
+        service = self.services.get(self.aliases.get(model, model))
         if service is None:
-            message = f"the model {model!r} does not exist{nearest(model, self.services)}"
+            message = f"the model {model!r} does not exist{nearest(model, [*self.services, *self.aliases])}"
             raise RequestError(message, param="model", code="model_not_found", status=404)
         return service
 
@@ -161,3 +163,13 @@ class ServerState:
     def adapter(self, ability: str, service: Service) -> Any:
         """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's."""
         return self._adapters[service.spec.key][ability]
+
+
+def _aliases(aliases: Mapping[str, str], services: Mapping[str, Service]) -> dict[str, str]:
+    """*aliases*, checked. Raises :class:`SetupError`."""
+    for alias, key in aliases.items():
+        if key not in services:
+            raise SetupError(f"{alias!r} cannot stand for {key!r}, which is not served{nearest(key, services)}")
+        if alias in services:
+            raise SetupError(f"{alias!r} cannot stand for {key!r}: it is a model itself")
+    return dict(aliases)

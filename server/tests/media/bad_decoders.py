@@ -33,8 +33,21 @@ def _raise(fd, job, output):
     raise ZeroDivisionError("in a library")
 
 
+def _missing(fd, job, output):
+    raise ModuleNotFoundError("No module named 'av'", name="av")
+
+
 def _lie(fd, job, output):
     return Decoded(frames=ArrayRef("uint8", (1000, 1000, 3), 0))
 
 
-DECODERS = {**REAL, "audio": _kill, "video": _hang, "frames": _eat, "raise": _raise, "lie": _lie, "slow": _slow}
+DECODERS = {
+    **REAL,
+    "audio": _kill,
+    "video": _hang,
+    "frames": _eat,
+    "raise": _raise,
+    "lie": _lie,
+    "mask": _missing,
+    "slow": _slow,
+}

@@ -339,3 +339,56 @@ def test_arrays_from_base64_and_lists():
     for value, dtype, shape in ((text, "int16", (4,)), ("AAAA", "int16", None), ([1, "x"], "float32", None)):
         with pytest.raises(RequestError):
             array_from(value, np.dtype(dtype), shape, "p")
+
+
+# --- frames that lie evenly from the first to the last
+
+SPREAD = Sampling(fps=2, max_frames=768, spread=True, min_frames=4)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SPREAD, Sampling(fps=2, spread=True), Sampling(fps=0.5, spread=True, min_frames=3)]
+)
+@pytest.mark.parametrize("file", [video_file, fragmented, live])
+def test_spread_frames_are_those_that_transformers_takes(file, sampling):
+    got, decoded = video_of(file(), sampling)
+    count = max(int(20 / 10 * sampling.fps), sampling.min_frames)
+    chosen = np.linspace(0, 19, count).round().astype(int)
+    assert got.shape == (count, 16, 32, 3)
+    np.testing.assert_allclose(got[:, 12, 24, 0], frames(20)[chosen, 12, 24, 0], atol=4)
+    assert decoded.times == pytest.approx(tuple(chosen / 10))
+
+
+def test_spread_frames_are_never_more_than_there_are_or_are_wanted():
+    assert len(video_of(video_file(count=3, sound=False), SPREAD)[0]) == 3
+    assert video_of(video_file(count=1, sound=False), SPREAD)[1].times == (0.0,)
+    _, decoded = video_of(video_file(), Sampling(fps=10, max_frames=5, spread=True, min_frames=4))
+    assert decoded.times == pytest.approx((0.0, 0.5, 1.0, 1.4, 1.9))
+    assert video_of(video_file(), Sampling(fps=10, spread=True), max_video_frames=2)[1].times == pytest.approx((0, 1.9))
+
+
+def test_spread_frames_of_a_file_that_promises_more_than_it_has():
+    data = bytearray(video_file(sound=False))
+    last = len(data) - (len(data) - data.index(b"mdat")) // 8
+    data[last:] = bytes(len(data) - last)
+    got, decoded = video_of(bytes(data), SPREAD)
+    assert len(got) == len(decoded.times) == 4
+    assert decoded.times[-1] < 1.9
+
+
+def test_spread_frames_keep_to_the_limits():
+    for limits, code in (
+        ({"max_pixels": 511}, "video_too_large"),
+        ({"max_video_pixels": 3 * 512}, "video_too_large"),
+        ({"max_video_s": 1.5}, "video_too_long"),
+        ({"max_decoded_bytes": 2000}, "decoded_too_large"),
+    ):
+        for data in (video_file(), fragmented()):
+            with pytest.raises(MediaFault) as caught:
+                video_of(data, SPREAD, **limits)
+            assert caught.value.code == code
+
+
+def test_spread_frames_come_with_the_sound():
+    _, decoded = video_of(video_file(), Sampling(fps=2, audio=True, spread=True, min_frames=4))
+    assert decoded.samples.shape[0] / decoded.rate == pytest.approx(2.0, abs=0.15)

@@ -50,6 +50,16 @@ async def test_a_decoder_that_hangs_is_killed_at_the_limit():
         await media.close()
 
 
+async def test_a_library_that_does_not_load_is_named():
+    media = make(processes=1)
+    try:
+        with pytest.raises(RequestError, match="library of it does not load: No module named 'av'") as caught:
+            await media.decode([item("mask", PNG, "video")])
+        assert (caught.value.status, caught.value.code) == (400, "decoder_unavailable")
+    finally:
+        await media.close()
+
+
 async def test_a_decoder_that_wants_too_much_memory_gets_an_error():
     media = make(processes=1, memory=1 << 30)
     try:

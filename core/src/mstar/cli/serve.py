@@ -121,6 +121,14 @@ def _arguments(parser: Parser) -> None:
         help="an origin whose pages may use the server (https://app.example), * for all; can be repeated",
     )
     parser.add_argument(
+        "--alias",
+        type=_alias,
+        action="append",
+        default=[],
+        metavar="NAME=KEY",
+        help="another name of a model, for clients that ask for somebody else's (tts-1=kokoro); can be repeated",
+    )
+    parser.add_argument(
         "--root-path",
         type=_root_path,
         metavar="PATH",
@@ -243,6 +251,8 @@ def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any
     for name in ("cors", "media_hosts"):
         if getattr(arguments, name):
             given[name] = tuple(getattr(arguments, name))
+    if arguments.alias:
+        given["aliases"] = dict(arguments.alias)
     if "media_hosts" in given and not arguments.allow_remote_media:
         raise SetupError("--media-host says from where files are fetched: --allow-remote-media allows that they are")
     file = arguments.api_keys
@@ -250,6 +260,8 @@ def _options(arguments: argparse.Namespace, settings: Settings) -> dict[str, Any
         file = default
     if file is not None:
         given["api_keys"] = file
+    if settings.max_video_pixels is not None:
+        given.setdefault("max_video_pixels", settings.max_video_pixels)
     return {**given, "api_key": arguments.api_key or settings.api_key}
 
 
@@ -319,6 +331,13 @@ def _collector(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise argparse.ArgumentTypeError(f"{value!r} is not a URL such as http://localhost:4318")
     return value
+
+
+def _alias(value: str) -> tuple[str, str]:
+    name, equals, key = value.rpartition("=")
+    if not name or not equals or not key:
+        raise argparse.ArgumentTypeError(f"{value!r} is not NAME=KEY, as in tts-1=kokoro")
+    return name, key
 
 
 def _root_path(value: str) -> str:

@@ -30,6 +30,9 @@ class Runner(abc.ABC):
     def fill_to(self, node: str, rows: Sequence[int]) -> None:
         """Captured steps of *node* with one item a row are filled up to one of these numbers of *rows*."""
 
+    def items_to(self, node: str, items: int) -> None:
+        """Steps of *node* whose rows have several items are captured up to so many *items*."""
+
     def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
         """For which rows and tokens steps are to be captured before the first request. No step will have more than
         *rows* rows, nor, if some row has several, more than *tokens* tokens."""

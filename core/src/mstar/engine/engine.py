@@ -214,6 +214,8 @@ class Engine:
         for node in plan.graph.nodes:
             if node.graph_rows:
                 self.runner.fill_to(node.name, node.graph_rows)
+            if node.graph_items is not None:
+                self.runner.items_to(node.name, node.graph_items)
         sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
@@ -246,12 +248,12 @@ class Engine:
         call, ids = w.call, _ids(w)
         w.known = ids is not None
         if w.tokens != 1 or not w.complete:
-            return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids) for resource in used])
+            return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids, w.start) for resource in used])
         rows: tuple[Row, ...] | None = call.run.rows.get(call.op)
         if rows is None:
             rows = call.run.rows[call.op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
         for row in rows:
-            row.ids = ids
+            row.ids, row.start = ids, w.start
         return rows
 
     # --- land ---------------------------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ class GraphRunner(Runner):
         self._recorder = recorder or CudaRecorder()
         self._buckets: list[int] = []
         self._own_buckets: dict[str, list[int]] = {}
+        self._own_items: dict[str, list[int]] = {}
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
         self._lanes: dict[Hashable, Lane] = {}
@@ -178,6 +179,9 @@ class GraphRunner(Runner):
     # --- which step gets a graph --------------------------------------------------------------------------------------
     def fill_to(self, node: str, rows: Sequence[int]) -> None:
         self._own_buckets[node] = sorted(rows)
+
+    def items_to(self, node: str, items: int) -> None:
+        self._own_items[node] = token_buckets(items)
 
     def sizes(self, rows: int, tokens: int) -> Sequence[tuple[int, int]]:
         """The largest first: what the smaller ones need then fits into its memory."""
@@ -214,7 +218,8 @@ class GraphRunner(Runner):
         padded = next((size for size in self._chunk_rows if size > rows), None)
         if padded is None:
             return None
-        total = next((size for size in self._chunk_tokens if size >= tokens and size > padded), None)
+        sizes = self._own_items.get(node, self._chunk_tokens)
+        total = next((size for size in sizes if size >= tokens and size > padded), None)
         return None if total is None else (padded, total)
 
     def _known_lane(self, key: _Key, variants: Mapping[str, Hashable]) -> Lane | None:

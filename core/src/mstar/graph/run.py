@@ -112,7 +112,7 @@ class RequestRun:
             raise RequestError(f"unknown input {name!r}{nearest(name, known)}", param=name, code="unknown_parameter")
 
     def _set_input(self, port: Port, array: Any) -> None:
-        tensor = as_tensor(array, port, self.device, self.dtype)
+        tensor = as_tensor(array, port, torch.device("cpu") if port.host else self.device, self.dtype)
         if not _fits(tuple(tensor.shape), port.shape):
             raise RequestError(
                 f"input {port.name!r} must have shape {port.shape}, got {tuple(tensor.shape)}", param=port.name
@@ -255,7 +255,12 @@ class RequestRun:
         partition.loops, partition.joins, partition.drafts, partition.reason = {}, {}, {}, "done"
         partition.said = {sampler: [] for sampler in run.tokens}
         for name, value in run.values.items():
-            self._set_input(self._input_named(partition, name), value)
+            port = self._input_named(partition, name)
+            if value is None:
+                self.values.pop(name, None)
+                self.request.inputs.pop(name, None)
+            else:
+                self._set_input(port, value)
         self._advance(partition, 0)
 
     def _input_named(self, partition: Partition, name: str) -> Port:

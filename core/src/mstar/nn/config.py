@@ -10,7 +10,7 @@ from typing import Any
 
 from mstar.spec.errors import SetupError, WeightsError, nearest
 
-__all__ = ["ACTIVATIONS", "DecoderConfig", "RopeConfig", "read_config"]
+__all__ = ["ACTIVATIONS", "DecoderConfig", "MoEConfig", "RopeConfig", "read_config"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations that :class:`mstar.nn.decoder.GatedMLP` computes, under the names of ``hidden_act``."""
@@ -28,6 +28,7 @@ _FAMILIES: Mapping[str, Mapping[str, bool]] = {
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
+    "qwen3_moe": {"qk_norm": True},
 }
 
 
@@ -51,6 +52,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """Layers of experts (:class:`mstar.nn.moe.MoE`). :param layers: those that have them; others have one gated MLP."""
+
+    experts: int
+    active: int
+    intermediate: int
+    normalized: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and switches of a Llama-like decoder.
 
@@ -58,6 +70,7 @@ class DecoderConfig:
     :param intermediate: width of the gated MLP. :param max_positions: the longest context that the model knows.
     :param windows: per layer the sliding window in tokens (the token itself included), or ``None`` for full attention.
     :param qk_norm: RMS norm over each head of q and k, before the rotation.
+    :param moe: layers that have a mixture of experts; ``None``: none.
     """
 
     vocab: int
@@ -77,6 +90,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -121,10 +135,11 @@ class DecoderConfig:
             rope=_rope(config),
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family.get("qkv_bias", attention_bias),
-            o_bias=attention_bias and model_type in ("llama", "qwen3"),
+            o_bias=attention_bias and model_type in ("llama", "qwen3", "qwen3_moe"),
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=family.get("qk_norm", False),
             windows=_windows(config, model_type, layers),
+            moe=_moe(config, activation, layers) if model_type == "qwen3_moe" else None,
         )
 
 
@@ -174,6 +189,23 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if kind == "yarn" and not rope.get("original_max_position_embeddings"):
         rope["original_max_position_embeddings"] = _need(config, "max_position_embeddings")
     return RopeConfig(kind, theta, rope)
+
+
+def _moe(config: Mapping[str, Any], activation: str, layers: int) -> MoEConfig:
+    if activation not in ("silu", "swish"):
+        raise SetupError(f"config.json: hidden_act {activation!r} is not supported in experts; 'silu' is")
+    named = "num_local_experts" if config.get("num_experts") is None else "num_experts"  # as transformers 5 writes it
+    experts, active = _size(config, named), _size(config, "num_experts_per_tok")
+    if active > experts:
+        raise SetupError(f"config.json: num_experts_per_tok {active} is more than {named} {experts}")
+    step, plain = _size(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return MoEConfig(
+        experts,
+        active,
+        _size(config, "moe_intermediate_size"),
+        bool(config.get("norm_topk_prob", False)),
+        frozenset(index for index in range(layers) if index not in plain and (index + 1) % step == 0),
+    )
 
 
 def _windows(config: Mapping[str, Any], model_type: str, layers: int) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mstar.nn import ops
 from mstar.nn.config import DecoderConfig
 from mstar.nn.linear import MergedLinear, QKVLinear, RowLinear, VocabEmbedding
+from mstar.nn.moe import MoE
 from mstar.nn.norm import RMSNorm
 from mstar.nn.rotary import Rotary, Rotation
 
@@ -60,6 +61,8 @@ class GatedMLP(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads and rotary positions.
 
+    Under tensor parallelism a rank has some of the heads, and the resource has theirs.
+
     Keys and values live in the step's KV resource, whose view has ``attend_heads(layer, heads, q_heads, rotation,
     norms)`` for the packed ``[N, heads, head_dim]`` of queries, keys and values; sliding windows are the resource's,
     per layer.
@@ -67,10 +70,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.layer, self.head_dim = layer, config.head_dim
         self.qkv_proj = QKVLinear(config.hidden, config.heads, config.kv_heads, config.head_dim, config.qkv_bias)
-        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, config.o_bias)
+        self.heads, self.kv_heads = self.qkv_proj.heads, self.qkv_proj.kv_heads
+        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, config.o_bias, unit=config.head_dim)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -103,7 +106,12 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden, config.norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
+        moe = config.moe
+        self.mlp: GatedMLP | MoE
+        if moe is not None and layer in moe.layers:
+            self.mlp = MoE(config.hidden, moe.intermediate, moe.experts, moe.active, moe.normalized)
+        else:
+            self.mlp = GatedMLP(config.hidden, config.intermediate, config.activation, config.mlp_bias)
 
     def forward(self, x: Tensor, delta: Tensor | None, rotation: Rotation, kv: Any) -> Tensor | None:
         """*x*: the stream ``[N, hidden]``; *delta*, which is still to be added, is added to it in place.

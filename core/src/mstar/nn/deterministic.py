@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 from torch import nn
 
 from mstar.nn import ops
 from mstar.nn.decoder import Attention, DecoderLayer, DecoderStack, GatedMLP
-from mstar.nn.linear import Linear, VocabEmbedding
-from mstar.nn.node import Node
-from mstar.nn.norm import RMSNorm
+from mstar.nn.linear import ColumnLinear, Linear, LMHead, MergedLinear, QKVLinear, RowLinear, VocabEmbedding
+from mstar.nn.node import Node, says
+from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 from mstar.nn.rotary import Rotary
 
 __all__ = ["deterministic_faults", "prepare_deterministic"]
 
-_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, Linear, RMSNorm, Rotary, VocabEmbedding)
+_LINEAR = (Linear, ColumnLinear, RowLinear, MergedLinear, QKVLinear, LMHead)
+_OURS = (Attention, DecoderLayer, DecoderStack, GatedMLP, *_LINEAR, OffsetRMSNorm, RMSNorm, Rotary, VocabEmbedding)
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
 
 
@@ -48,13 +48,4 @@ def prepare_deterministic(name: str, node: Node) -> Iterator[str]:
 
 
 def _says_so(kind: type) -> bool:
-    """Whether *kind* states ``batch_invariant``, and no class below the one that does has methods of its own."""
-    for base in kind.__mro__:
-        if base in _OURS:
-            return True
-        stated = vars(base).get("batch_invariant")
-        if stated is not None:
-            return bool(stated)
-        if any(inspect.isfunction(value) and name != "__init__" for name, value in vars(base).items()):
-            return False
-    return False
+    return says(kind, "batch_invariant", _OURS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Node", "Packed", "Sampled", "Step"]
+__all__ = ["Node", "Packed", "Sampled", "Step", "says"]
 
 
 @dataclass(slots=True)
@@ -77,6 +78,20 @@ class Sampled:
     report: Callable[[], Callable[[], Sequence[Any]] | None] | None = None
 
 
+def says(kind: type, flag: str, trusted: tuple[type, ...] = ()) -> bool:
+    """Whether class *kind* states *flag* (of :class:`Node`'s class variables), and no class below the one that does has
+    methods of its own. *trusted*: classes of which it is known."""
+    for base in kind.__mro__:
+        if base in trusted:
+            return True
+        stated = vars(base).get(flag)
+        if stated is not None:
+            return bool(stated)
+        if any(inspect.isfunction(value) and name != "__init__" for name, value in vars(base).items()):
+            return False
+    return False
+
+
 class Node(nn.Module):
     """Base of all nodes. An entry is a method ``(step, **inputs) -> dict`` of outputs by port name.
 
@@ -86,9 +101,16 @@ class Node(nn.Module):
     :cvar batch_invariant: what its own code computes for a row follows from the row alone, bit for bit: it uses nothing
         but modules that say the same (those of a Llama's decoder do), indexing and elementwise operations. Needed for
         ``engine.deterministic`` on a GPU. A subclass with methods of its own must say it again.
+    :cvar tensor_parallel: it can be divided among ranks: it is made of layers that take their share when they are built
+        (:mod:`mstar.nn.linear`), asks these for its numbers of heads, and what it computes beside them is the same on
+        every rank. A subclass with methods of its own must say it again, here too.
+    :cvar sequence_parallel: its tokens can be divided: it hands them out and gathers them with
+        :class:`mstar.nn.sequence.SequenceShards`. As above.
     """
 
     batch_invariant: ClassVar[bool] = False
+    tensor_parallel: ClassVar[bool] = False
+    sequence_parallel: ClassVar[bool] = False
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         """What ``engine.compile`` compiles, each module by itself, with its name in the node. By default the items of

@@ -31,6 +31,7 @@ class CausalLMNode(Node):
     """Packed ids in, one sampled token per row out. Uses ``kv``, ``positions`` and ``sampler``."""
 
     batch_invariant = True
+    tensor_parallel = True
 
     def __init__(self, config: DecoderConfig):
         super().__init__()

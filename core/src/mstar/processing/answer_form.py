@@ -39,8 +39,10 @@ def with_answer_form(
     constraint = read_constraint(form, param)
     if constraint is None:
         return task
-    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{reasoning.end}\n\n"}
-    parts = {"type": "sequence", "elements": [thought, _element(constraint)]}
+    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": reasoning.end}
+    # not part of the thought's end, or a thought would go on behind an end without them
+    breaks = {"type": "const_string", "value": "\n\n"}
+    parts = {"type": "sequence", "elements": [thought, breaks, _element(constraint)]}
     return replace(task, response_format={"type": "structural_tag", "format": parts}, format_param=param)
 
 

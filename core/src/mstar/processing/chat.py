@@ -85,14 +85,15 @@ class TextProcessor(Processor):
     """Prepares a request with input ``prompt`` (int64 ``[T]``) and sampling parameters for ``sampler``; renders stream
     ``text``. A family's knobs must be :class:`~mstar.spec.knobs.SamplingKnobs` or a subclass.
 
-    *What a family overrides.* :meth:`prompt_ids`, if the prompt is more than the text (a prefix, a mode's token,
-    placeholders for pictures): its answer is checked against the context and becomes ``prompt``. :meth:`prepare`, if
-    the request has more inputs, or another name for the prompt: call ``super().prepare(…)`` and change
-    ``request.inputs``, ``request.sampling`` or ``request.params`` of what it returns. :meth:`renderer`, if other
-    streams are to be rendered.
+    *What a family overrides.* :meth:`template_content`, if messages hold more than text. :meth:`prompt_ids`, if the
+    prompt is more than the text (a prefix, a mode's token, placeholders for pictures): its answer is checked against
+    the context and becomes ``prompt``. :meth:`prepare`, if the request has more inputs, or another name for the prompt:
+    call ``super().prepare(…)`` and change ``request.inputs``, ``request.sampling`` or ``request.params`` of what it
+    returns. :meth:`renderer`, if other streams are to be rendered.
 
-    *Chats.* Knobs that the chat template reads (``enable_thinking``) are handed to it by name. Thoughts and calls of
-    tools are told apart from the text (:mod:`mstar.processing.channels`) where the template knows them.
+    *Chats.* Knobs that the chat template reads (``enable_thinking``) are handed to it by name, but for ``None``: then
+    the template's own default holds. Thoughts and calls of tools are told apart from the text
+    (:mod:`mstar.processing.channels`) where the template knows them.
 
     *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
     They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes. What the
@@ -219,12 +220,39 @@ class TextProcessor(Processor):
             raise RequestError(f"this model has no chat template{hint}", param="messages", code="unsupported_task")
         if task.tools and "tools" not in self.tokenizer.chat_template.reads:
             raise RequestError("tools: this model's chat template does not know any", param="tools", code=_UNSUPPORTED)
-        messages = [_plain_message(message, i) for i, message in enumerate(task.messages)]
+        messages = [
+            _plain_message(message, i, self.template_content(message.content, f"messages[{i}].content"))
+            for i, message in enumerate(task.messages)
+        ]
         tools = task.tools if _usable(task) else ()
-        variables = {name: value for name, value in task.knobs if name in self.tokenizer.chat_template.reads}
         return self.tokenizer.encode_chat(
-            messages, tools, add_generation_prompt=task.add_generation_prompt, trusted=self.trusted, **variables
+            messages,
+            tools,
+            add_generation_prompt=task.add_generation_prompt,
+            trusted=self.trusted,
+            **self._template_variables(task),
         )
+
+    def template_content(self, parts: Sequence[Part], where: str) -> str | list[dict[str, Any]]:
+        """What the chat template gets as the content of a message of *parts*: by default their text. A family whose
+        template writes placeholders of media gives a list of parts instead, in the template's own form.
+
+        :param where: the parts' place in the request, for errors.
+        :raises RequestError: one of *parts* is nothing that the model takes.
+        """
+        return _text_of(parts, where)
+
+    def _template_variables(self, task: Task) -> dict[str, Any]:
+        """The knobs that the chat template reads. One that is ``None`` is not told, so that the template decides."""
+        reads = () if self.tokenizer.chat_template is None else self.tokenizer.chat_template.reads
+        return {name: value for name, value in task.knobs if name in reads and value is not None}
+
+    def _generate_content(self, task: GenerateTask) -> str | list[dict[str, Any]]:
+        """Media come before the text, texts behind it."""
+        parts = self.template_content(task.parts, "parts")
+        if isinstance(parts, str):
+            return task.text + parts
+        return [*parts, {"type": "text", "text": task.text}] if task.text else parts
 
     def _completion(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -242,12 +270,15 @@ class TextProcessor(Processor):
     def _generate(self, task: GenerateTask) -> list[int]:
         if task.live:
             raise RequestError(f"this model takes no live input {task.live[0]!r}", param="live")
-        text = task.text + _text_of(task.parts, "parts")
-        if not text:
-            return []
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode(text)
-        return self.tokenizer.encode_chat([{"role": "user", "content": text}], trusted=self.trusted)
+            text = task.text + _text_of(task.parts, "parts")
+            return self.tokenizer.encode(text) if text else []
+        content = self._generate_content(task)
+        if not content:
+            return []
+        return self.tokenizer.encode_chat(
+            [{"role": "user", "content": content}], trusted=self.trusted, **self._template_variables(task)
+        )
 
 
 def _usable(task: ChatTask) -> bool:
@@ -266,14 +297,14 @@ def _text_of(parts: Sequence[Part], where: str) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _plain_message(message: Message, index: int) -> dict[str, Any]:
-    """As chat templates read it: text as one string, a tool call's arguments as an object, no empty fields.
+def _plain_message(message: Message, index: int, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    """As chat templates read it: its *content*, a tool call's arguments as an object, no empty fields.
 
     OpenAI renamed ``system`` to ``developer``; templates know the old word.
     """
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": _text_of(message.content, f"messages[{index}].content"),
+        "content": content,
     }
     if message.reasoning:
         plain["reasoning_content"] = message.reasoning

@@ -239,8 +239,13 @@ class _XmlCall(CallParser):
         return used, parts
 
     def _parameter(self, name: str, text: str) -> str:
+        schema: Any = self._types.get(name)
         value: Any = text
-        if not _is_string(self._types.get(name)):
+        if _is_string(schema):
+            # a constraint lets blanks stand around a value; in a free text they may be meant
+            if text.strip() in (schema.get("enum") or (schema.get("const"),)):
+                value = text.strip()
+        else:
             try:
                 value = json.loads(text)
             except ValueError:

@@ -16,7 +16,7 @@ This module imports no torch: schedulers and tests use it bare.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,12 +47,14 @@ class Row:
 
     :param length: tokens (items of the packed inputs) in this step. :param complete: its call ends with this step.
     :param ids: the tokens' ids if the host knows them and the entry's chunk port holds integers.
+    :param start: items of its call that come before this step's.
     """
 
     owner: Owner
     length: int = 1
     complete: bool = True
     ids: Sequence[int] | None = None
+    start: int = 0
 
 
 class Usage(NamedTuple):
@@ -135,6 +137,28 @@ class Resource(abc.ABC):
         """Take over the state after *ids* (no longer than what :meth:`match` answered)."""
         raise NotImplementedError(f"{type(self).__name__} cannot skip")
 
+    def missed(self, owner: Owner, tokens: int) -> None:
+        """Another resource could have begun *owner*'s prompt behind its first *tokens* tokens, and this one could not.
+        A hint: the next prompt that begins so may come soon."""
+
+    def cut(self, owner: Owner, tokens: int) -> int:
+        """How many of the *tokens* that are left of a prompt the next step should take at most, so that it ends where
+        this resource would like to keep its state. By default all."""
+        return tokens
+
+    # --- calls in pieces ----------------------------------------------------------------------------------------------
+    def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
+        """Which items of a call a step computes, from item *start* on, for entries that advance this resource and whose
+        items belong together in pieces (patches of a picture): how many are left out, because what they come to is
+        known, and how many follow that are computed, in whole pieces, no more than *most* unless the first piece is
+        larger. ``None``: any number, and none is left out."""
+        return None
+
+    def lookups(self) -> tuple[int, int] | None:
+        """Items whose results might have been known, over all requests, and those of them that were; ``None``: it keeps
+        no results."""
+        return None
+
     # --- a step -------------------------------------------------------------------------------------------------------
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
         """What of *rows* decides which operations the view will run: a graph is captured for each variant. ``None``:
@@ -171,6 +195,10 @@ class Resource(abc.ABC):
     # --- books --------------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def usage(self) -> Usage: ...
+
+    def checkpoint_counts(self) -> Mapping[str, int] | None:
+        """States kept for the prefix cache so far: *made*, and of these *evicted*. ``None``: it keeps none."""
+        return None
 
     def device_bytes(self) -> int:
         """Bytes that the pool takes on its device for as long as it lives; what grows with use is not counted."""

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import NamedTuple
 
 from mstar.resources.base import IntegrityError, Owner, Usage
+from mstar.resources.prefix import page_digests, salted
 from mstar.resources.runs import FreeRuns
 from mstar.spec.errors import RequestError
 
@@ -110,7 +110,7 @@ class PagePool:
         """Begin *owner*'s context; one that is open goes on."""
         context = self._get(owner)
         if not context.is_open:
-            context.is_open, context.salt = True, blake2b(salt.encode(), digest_size=16).digest()
+            context.is_open, context.salt = True, salted(salt)
 
     def close(self, owner: Owner) -> None:
         """Free *owner*'s pages and promise."""
@@ -242,16 +242,9 @@ class PagePool:
     def _is_shared(self, page: int) -> bool:
         return self._references[page] > 1 or page in self._key_of
 
-    def _page_keys(self, parent: bytes, ids: array[int], start: int) -> Iterable[bytes]:
-        """Digests of the full pages of *ids* from page *start* on."""
-        for index in range(start, len(ids) // self.page_size):
-            chunk = ids[index * self.page_size : (index + 1) * self.page_size]
-            parent = blake2b(parent + chunk.tobytes(), digest_size=16).digest()
-            yield parent
-
     def _cached(self, context: _Context, ids: Sequence[int]) -> list[int]:
         pages: list[int] = []
-        for key in self._page_keys(context.salt, array("q", ids[:-1]), 0):
+        for key in page_digests(context.salt, array("q", ids[:-1]), self.page_size):
             page = self._page_of.get(key)
             if page is None:
                 break
@@ -305,7 +298,7 @@ class PagePool:
 
     def _register(self, context: _Context) -> None:
         parent = context.keys[-1] if context.keys else context.salt
-        for key in self._page_keys(parent, context.ids, len(context.keys)):
+        for key in page_digests(parent, context.ids, self.page_size, len(context.keys)):
             page = context.table[len(context.keys)]
             context.keys.append(key)
             if key not in self._page_of:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from mstar.resources.attention import AttentionBackend, AttentionNeed, RaggedPla
 from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
 from mstar.resources.staging import Stage
 from mstar.spec import resources as specs
-from mstar.spec.errors import MstarError
+from mstar.spec.errors import MstarError, RequestError
 from mstar.spec.request import EngineRequest
 
 __all__ = ["RaggedAttention", "RaggedView"]
@@ -60,8 +61,13 @@ class RaggedView:
         return plan.attend(q, k, v, causal=causal, scale=scale)
 
 
+_SEGMENTS = (17, 65)
+"""To how many segments captured steps are filled up, if rows have several; one of them is the padding's."""
+
+
 class RaggedAttention(Resource):
-    """No state: every context is admitted and costs nothing. Its view is a :class:`RaggedView`."""
+    """No state but the segments that a request may bring: every context is admitted and costs nothing. Its view is a
+    :class:`RaggedView`."""
 
     kind = "ragged_attention"
     speculates = True
@@ -74,6 +80,7 @@ class RaggedAttention(Resource):
         )
         self.backend = pick_backend(context.attention_backends, need, spec.backend)
         self._owners: set[Owner] = set()
+        self._ends: dict[Owner, npt.NDArray[np.int64]] = {}  # where a request's segments end
         self.capturable = self.backend.capturable_beside
         self.capturable_chunks = self.backend.capturable_beside and self.backend.capturable_chunks
 
@@ -90,11 +97,20 @@ class RaggedAttention(Resource):
     def open(self, owner: Owner, request: EngineRequest) -> None:
         if owner not in self._owners:
             raise IntegrityError(f"{owner} has no reservation in {self.name!r}")
+        given = None if self.spec.segments is None else request.inputs.get(self.spec.segments)
+        if given is not None:
+            table = np.asarray(given)
+            lengths = table.reshape(len(table), -1)[:, 0] if table.size else table
+            if table.dtype.kind not in "iu" or (lengths < 1).any():
+                message = f"{self.spec.segments}: expected the lengths of segments, got {table.dtype} {table.shape}"
+                raise RequestError(message, param=self.spec.segments)
+            self._ends[owner] = np.cumsum(lengths.astype(np.int64))
 
     def close(self, owner: Owner) -> None:
         if owner not in self._owners:
             raise IntegrityError(f"{owner} is not open in {self.name!r}")
         self._owners.remove(owner)
+        self._ends.pop(owner, None)
 
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
         return None
@@ -103,11 +119,38 @@ class RaggedAttention(Resource):
         """Nothing to take over."""
 
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
-        return () if self.capturable else None
+        if not self.capturable:
+            return None
+        if self.spec.segments is None:
+            return ()
+        # one more than there are: the padding's
+        count = sum(len(self._segments(row)) for row in rows) + 1
+        return next((size for size in _SEGMENTS if size >= count), None)
+
+    def _segments(self, row: Row) -> list[int]:
+        """Lengths of the segments of *row*'s items."""
+        ends = self._ends.get(row.owner)
+        if ends is None:
+            return [row.length]
+        end = row.start + row.length
+        first, last = np.searchsorted(ends, (row.start, end - 1), side="right")
+        inside = np.minimum(ends[first : last + 1], end)
+        return np.diff(inside, prepend=row.start).tolist()  # type: ignore[no-any-return]
+
+    def _lengths(self, rows: Sequence[Row]) -> list[int]:
+        """Of the rows, or of their segments; on a lane those of the padding besides."""
+        stage = self.context.stage
+        if self.spec.segments is None:
+            return stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows))).tolist()  # type: ignore[no-any-return]
+        lengths = [length for row in rows for length in self._segments(row)]
+        if stage.lane is not None:
+            room: int = stage.lane.variants[self.name]  # type: ignore[assignment]
+            lengths += [stage.lane.tokens - sum(lengths), *[0] * (room - len(lengths) - 1)]
+        return lengths
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RaggedView:
         stage = self.context.stage
-        lengths = stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows))).tolist()
+        lengths = self._lengths(rows)
         view: RaggedView = stage.keep(f"{self.name}.view", lambda: RaggedView(self.backend, stage, self.name))
         view.fill(lengths, None if stage.lane is None else self.backend.plan_ragged(lengths, stage, self.name))
         return view

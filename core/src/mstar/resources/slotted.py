@@ -81,3 +81,10 @@ class SlotResource(Resource):
 
     def check(self, owners: Sequence[Owner]) -> None:
         self._slots.check(owners)
+
+    def slot_bytes(self) -> float:
+        """What each slot more or less would take of the device."""
+        return self.device_bytes() / (self.capacity() + 1)  # some have a slot of their own beside
+
+    def size_in_words(self) -> str:
+        return f"{self.capacity():,} slots"

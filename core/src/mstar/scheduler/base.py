@@ -39,6 +39,7 @@ class Item:
     :param decode: a step of a loop that is already running for this request: it goes before new work.
     :param deadline: monotonic seconds by which the result should be there (playback), or ``None``.
     :param priority: a larger number is more urgent. :param cancelled: the item is dropped instead of run.
+    :param rest: the call has more tokens, which are for a later step.
     """
 
     request: str
@@ -50,6 +51,7 @@ class Item:
     priority: int = 0
     payload: Any = None
     cancelled: bool = False
+    rest: bool = False
 
 
 @dataclass(slots=True)

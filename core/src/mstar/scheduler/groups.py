@@ -148,7 +148,7 @@ class Group:
                 break
             self._take_out(item)
             step.take(item, tokens)
-            if tokens < item.tokens:
+            if tokens < item.tokens or item.rest:
                 step.cut.append(item)
             served = served or tokens == item.tokens or tokens >= worthwhile
         line.passed = 0 if served else line.passed + 1

@@ -87,6 +87,12 @@ class EngineOptions(_Section):
         False,
         description="Compiled layers round what lies between fused operations, as plain calls do; slower.",
     )
+    symmetric_bytes: int = Field(
+        0,
+        ge=0,
+        description="Nodes on several GPUs: sums of up to so many bytes go through symmetric memory, in one kernel, "
+        "and not through NCCL; 0: none do. 262144 would be a decode step's. Not measured yet.",
+    )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
 

@@ -76,6 +76,8 @@ class Port:
         list with one tensor a row. An entry's first packed input (its chunk port if it has one) sets the step's
         lengths; packed inputs whose first dimension has another symbol arrive as :class:`mstar.nn.node.Packed`.
     :param optional: an input that a call may leave out (the node then receives ``None``).
+    :param host: of the graph's inputs: it stays in the host's memory, and each step takes to the device what it reads
+        (pixels of many pictures, of which a waiting request needs none there).
     """
 
     name: str
@@ -83,6 +85,7 @@ class Port:
     shape: tuple[str | int, ...] = ("T",)
     layout: Layout = "packed"
     optional: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Entry:
     :param graph_sizes: of an entry that loops call on stacked inputs: sizes of the symbols in its inputs' shapes whose
         steps are captured before the first request. Optional inputs of other symbols are left out of them. Steps of
         other sizes are captured when they have come often enough.
+    :param step_items: how many items of the chunk port count as one token of a step, where an item costs little (a
+        picture's patch in an encoder that is small beside the language model).
     """
 
     name: str = "forward"
@@ -110,6 +115,7 @@ class Entry:
     frozen: tuple[str, ...] = ()
     prefix: bool = False
     graph_sizes: tuple[Mapping[str, int], ...] = ()
+    step_items: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,9 @@ class NodeSpec:
     graph_rows: tuple[int, ...] = ()
     """To how many rows captured steps of one item a row are filled up, where a row costs much (a picture's); steps of
     more run as plain calls. Empty: the runner's own numbers."""
+    graph_items: int | None = None
+    """The most items of a captured step whose rows have several, where they cost little: ``engine.max_graph_tokens``
+    otherwise."""
 
     def entry(self, name: str) -> Entry:
         return next(e for e in self.entries if e.name == name)

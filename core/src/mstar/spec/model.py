@@ -10,7 +10,7 @@ from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 
-__all__ = ["Ability", "Licence", "LiveInput", "ModelSpec", "WeightsRef", "check_wanted"]
+__all__ = ["Ability", "Frames", "Licence", "LiveInput", "ModelSpec", "WeightsRef", "check_wanted"]
 
 Ability = Literal[
     "chat", "completion", "embedding", "speech", "transcription", "translation", "image", "image_edit", "video",
@@ -64,6 +64,16 @@ class LiveInput:
 
 
 @dataclass(frozen=True)
+class Frames:
+    """Which frames of a video a model looks at: evenly from the first to the last, *fps* a second, no fewer than
+    *least* and no more than *most*, as far as there are so many."""
+
+    fps: float = 2.0
+    least: int = 4
+    most: int = 768
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One key that ``mstar serve KEY`` understands.
 
@@ -82,6 +92,7 @@ class ModelSpec:
         into an empty folder: ``function(folder: Path) -> None``, without network. Tests serve it.
     :param examples: ``"module:function"`` that draws a sample request for tests:
         ``function(key: str, rng: random.Random) -> mstar.testing.Example``. Default: short texts.
+    :param frames: which frames of a video it looks at; ``None``: those shown at regular times from the start.
     :param canvas: the sizes, lengths and references of a model of pictures or videos. What does not fit is refused
         before the processor sees it; ``None``: the processor judges.
     """
@@ -104,6 +115,7 @@ class ModelSpec:
     examples: str | None = None
     canvas: Canvas | None = None
     live: tuple[LiveInput, ...] = ()
+    frames: Frames | None = None
 
 
 def check_wanted(spec: ModelSpec, wanted: Iterable[str], param: str = "want") -> None:

@@ -7,11 +7,14 @@ through ``mstar_resources``; a deployment file may override any field under ``re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from mstar.spec.errors import SetupError
 
 __all__ = [
     "CrossKV",
+    "MediaEmbeddings",
     "PagedKV",
     "Positions",
     "RaggedAttention",
@@ -31,6 +34,23 @@ class ResourceSpec:
 
     kind: ClassVar[str] = ""
     rewinds: ClassVar[bool] = False
+
+    def divided(self, ranks: int) -> Self:
+        """What each of *ranks* ranks holds where tensor parallelism divides the nodes that use it: those of its heads.
+        By default all of it.
+
+        :raises SetupError: it cannot be divided so.
+        """
+        return self
+
+
+def _share(what: str, size: int, ranks: int, copied: bool = False) -> int:
+    """*size* of *what* among *ranks*; *copied*: several may have the same one, where there are fewer."""
+    if copied and ranks > size and ranks % size == 0:
+        return 1
+    if size % ranks:
+        raise SetupError(f"{size} {what} are not divided by tp={ranks}")
+    return size // ranks
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,13 @@ class PagedKV(ResourceSpec):
     windows: tuple[int | None, ...] = ()
     backend: str | None = None
 
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
+
 
 @dataclass(frozen=True)
 class CrossKV(ResourceSpec):
@@ -75,6 +102,13 @@ class CrossKV(ResourceSpec):
     slots: int | None = None
     dtype: str | None = None
     backend: str | None = None
+
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
 
 
 @dataclass(frozen=True)
@@ -97,29 +131,103 @@ class WindowKV(ResourceSpec):
     dtype: str | None = None
     backend: str | None = None
 
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+            query_heads=_share("query heads", self.query_heads, ranks),
+        )
+
 
 @dataclass(frozen=True)
 class RecurrentState(ResourceSpec):
     """Fixed-size tensors per context: conv windows, SSM and DeltaNet states, LSTM cells, codec state, latents.
 
-    :param tensors: name → (shape of one context's tensor, dtype name or ``"model"``). They start as zeros.
+    With *checkpoints* a prompt that begins like an earlier one goes on from that one's state. States are kept at
+    boundaries of pages: every so many tokens of a prompt, at its last one, where an earlier prompt went another way,
+    and at the last one of an answer.
+
+    :param tensors: name → (shape of one context's tensor, dtype). They start as zeros. *dtype*: a torch dtype's name,
+        ``"model"``, or ``"state"`` for *state_dtype*.
+    :param layers: how many layers have these tensors, each its own.
     :param slots: contexts held; ``None`` = the concurrency cap.
+    :param state_dtype: ``"float32"``, or ``"bfloat16"`` for half the memory and traffic at some loss.
+    :param checkpoints: states kept; 0: no prompt is shared; ``None``: as many as contexts, as far as an eighth of the
+        memory that the slots leave allows.
+    :param page: tokens of a page of the keys and values beside this state.
+    :param checkpoint_tokens: the most tokens between two checkpoints of a prompt, whose steps end there; at its end
+        there is one if the last is a quarter of that away.
+    :param heads: name → the dimension of its shape that tensor parallelism divides (heads, channels); all ranks hold
+        the whole of other tensors.
     """
 
     kind: ClassVar[str] = "recurrent_state"
     tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     slots: int | None = None
+    layers: int = 1
+    state_dtype: str = "float32"
+    checkpoints: int | None = 0
+    page: int = 16
+    checkpoint_tokens: int = 2048
+    heads: Mapping[str, int] = field(default_factory=dict)
+
+    def divided(self, ranks: int) -> Self:
+        tensors = dict(self.tensors)
+        for name, dim in self.heads.items():
+            shape, dtype = tensors[name]
+            own = _share(f"items of state {name!r}", shape[dim], ranks)
+            tensors[name] = ((*shape[:dim], own, *shape[dim + 1 :]), dtype)
+        return replace(self, tensors=tensors)
 
 
 @dataclass(frozen=True)
 class RaggedAttention(ResourceSpec):
-    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers)."""
+    """Attention within each row of a packed step, without any cache (encoders, ViTs, denoise transformers).
+
+    :param segments: name of a request input whose first column (integers ``[S]`` or ``[S, …]``) says how long the
+        consecutive segments of a call's items are; attention is then within these. Steps hold whole segments.
+    """
 
     kind: ClassVar[str] = "ragged_attention"
     heads: int = 1
     kv_heads: int = 1
     head_dim: int = 64
     backend: str | None = None
+    segments: str | None = None
+
+    def divided(self, ranks: int) -> Self:
+        return replace(
+            self,
+            heads=_share("heads", self.heads, ranks),
+            kv_heads=_share("key-value heads", self.kv_heads, ranks, copied=True),
+        )
+
+
+@dataclass(frozen=True)
+class MediaEmbeddings(ResourceSpec):
+    """What an encoder makes of pictures, sounds or frames, kept by their content: an entry that advances it writes, and
+    one that lists it as ``frozen`` finds it in the place of its prompt's media. What nobody needs any more stays for
+    others that bring the same, until the room is needed.
+
+    Media are *pieces*, each encoded by itself: an image, the frames that an encoder looks at together. A request that
+    has some brings input *pieces*, int64 ``[S, 4]``: of each, in the order of the prompt, its items at the encoder
+    (patches), its embeddings, and two words of a digest of its content. In its *prompt*, int64 ``[T]``, there is a
+    negative id for each embedding. Ids that are made from the digest keep prompts with other media apart in a prefix
+    cache.
+
+    :param width: of an embedding. :param items: items at the encoder that become one embedding.
+    :param tokens: embeddings held in all; :param max_tokens: of one request.
+    :param cache: keep what no request needs any more.
+    """
+
+    kind: ClassVar[str] = "media_embeddings"
+    width: int = 1
+    items: int = 1
+    tokens: int = 65536
+    max_tokens: int = 32768
+    pieces: str = "pieces"
+    prompt: str = "prompt"
+    cache: bool = True
 
 
 @dataclass(frozen=True)

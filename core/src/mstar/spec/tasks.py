@@ -53,11 +53,16 @@ class Audio:
 
 @dataclass(frozen=True)
 class Video:
-    """uint8 ``[frames, H, W, 3]``; *fps* in frames a second; *audio* if the container had a track."""
+    """uint8 ``[frames, H, W, 3]``; *fps* in frames a second; *audio* if the container had a track.
+
+    :param times: seconds at which the frames are shown, where they were chosen for a model that says which it looks at
+        (:class:`mstar.spec.model.Frames`); empty: as *fps* says, and the model has its choice of them.
+    """
 
     frames: Any
     fps: float
     audio: Audio | None = None
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

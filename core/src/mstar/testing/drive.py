@@ -20,6 +20,7 @@ from mstar.spec.processor import Prepared, ProcessorContext
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed
 from mstar.testing.examples import Example, task_for
 from mstar.worker.core import Worker
+from mstar.worker.layout import Meshes
 
 __all__ = ["Driver", "RestlessError", "collect", "miniature_registry"]
 
@@ -54,16 +55,23 @@ class Driver:
 
     :param model: a registered key, or anything that has one (a :class:`~mstar.spec.model.ModelSpec`, a miniature).
     :param weights: the checkpoint's folder, for models that have weights. :param overrides: fields of the deployment.
+    :param meshes: of nodes that other processes compute together with this one, which are driven alike.
     """
 
     def __init__(
-        self, model: str | _Keyed, registry: Registry | None = None, weights: Path | None = None, **overrides: Any
+        self,
+        model: str | _Keyed,
+        registry: Registry | None = None,
+        weights: Path | None = None,
+        meshes: Meshes | None = None,
+        **overrides: Any,
     ):
         self.registry = registry or miniature_registry()
         self.spec = spec = self.registry.model(model if isinstance(model, str) else model.key)
         deployment = merge_deployment(spec.key, packaged_deployment(spec), overrides)
         folder = None if weights is None else str(weights)
-        self.worker = Worker(WorkerConfig(key=spec.key, weights=folder, deployment=deployment), self.registry)
+        config = WorkerConfig(key=spec.key, weights=folder, deployment=deployment)
+        self.worker = Worker(config, self.registry, meshes=meshes)
         context = ProcessorContext(spec, weights, read_options(spec.options, deployment.model_kwargs))
         self.processor = load_object(spec.processor)(context)
         self.client_streams = tuple(s.name for s in self.worker.plan.graph.streams_from(CLIENT))

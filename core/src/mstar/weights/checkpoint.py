@@ -4,6 +4,7 @@ torch's own."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mstar.nn.shards import Cut
 from mstar.spec.errors import WeightsError
 from mstar.weights.reader import Piece, read_pieces
 
@@ -91,17 +93,36 @@ class Checkpoint:
             if name not in self.tensors:
                 raise WeightsError(f"tensor {name!r} should be in {folder / shard} by the index, but is not")
 
-    def read(self, plan: Iterable[tuple[str, Tensor]], progress: Callable[[int], None]) -> None:
-        """Copy each named tensor into its destination (same shape; converted to its dtype, moved to its device).
+    def read(self, plan: Iterable[tuple[str, Tensor, Cut | None]], progress: Callable[[int], None]) -> None:
+        """Copy each named tensor, or its *cut*, into its destination (same shape; converted to its dtype, moved to its
+        device). Of a tensor that is cut, no other bytes are read.
 
         All destinations are on one device. Memory beyond them stays within 64 MiB on the host, and as much on a device.
         *progress* is told the bytes done after each read.
         """
-        pieces = []
-        for name, destination in plan:
-            info = self.tensors[name]
-            pieces.append(Piece(info.file, info.start, info.torch_dtype, destination))
+        pieces: list[Piece] = []
+        for name, destination, cut in plan:
+            pieces.extend(_pieces(self.tensors[name], destination, cut))
         read_pieces(pieces, progress)
+
+
+def _pieces(info: TensorInfo, destination: Tensor, cut: Cut | None) -> Iterator[Piece]:
+    """The bytes of *cut* of a tensor, one piece for each of its runs."""
+    dtype = info.torch_dtype
+    if cut is None:
+        yield Piece(info.file, info.start, dtype, destination)
+        return
+    outer = math.prod(info.shape[: cut.dim])
+    item = math.prod(info.shape[cut.dim + 1 :]) * dtype.itemsize
+    at = 0
+    for first, count in cut.runs:
+        part = destination.narrow(cut.dim, at, count)
+        at += count
+        start = info.start + first * item
+        if cut.dim == 0:
+            yield Piece(info.file, start, dtype, part)
+        else:
+            yield Piece(info.file, start, dtype, part.view(outer, -1), info.shape[cut.dim] * item)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint | TorchCheckpoint:

@@ -33,7 +33,8 @@ def load(
 ) -> None:
     """Give *module*, built on the meta device, its parameters and buffers on *device* and fill them from *folder*.
 
-    Floating-point parameters become *dtype* (but for those that *weightmap* keeps in float32); tied ones stay tied.
+    Floating-point parameters become *dtype* (but for those that *weightmap* keeps in float32); tied ones stay tied. Of
+    what tensor parallelism divides, only this rank's share is read.
     Non-persistent buffers are computed by their module's ``compute_buffers(device) -> {name: tensor}``. Afterwards the
     module is in evaluation mode. Nothing is allocated before names and shapes have been found to match.
 
@@ -48,11 +49,11 @@ def load(
         )
     _materialise(module, weightmap, device, dtype)
     targets = _targets(module)
-    total = sum(checkpoint.tensors[place.published].nbytes for place in weightmap.placements)
+    total = sum(_share_bytes(checkpoint, place) for place in weightmap.placements)
     report = progress or (lambda done, total: None)
     with torch.no_grad():
         checkpoint.read(
-            ((place.published, _rows(targets[place.target], place)) for place in weightmap.placements),
+            ((place.published, _rows(targets[place.target], place), place.cut) for place in weightmap.placements),
             lambda done: report(done, total),
         )
         for target, start, rows in weightmap.zeros:
@@ -88,6 +89,11 @@ def _persistent_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _rows(target: Tensor, place: Placement) -> Tensor:
     return target if place.rows is None else target[place.start : place.start + place.rows]
+
+
+def _share_bytes(checkpoint: _Checkpoint, place: Placement) -> int:
+    info = checkpoint.tensors[place.published]
+    return info.nbytes if place.cut is None else info.nbytes * place.cut.length // place.cut.size
 
 
 def _unfilled(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: _Checkpoint) -> list[str]:
@@ -136,8 +142,9 @@ def _mismatched(targets: dict[str, Tensor], weightmap: WeightMap, checkpoint: _C
         if place.published not in checkpoint.tensors or place.target not in targets:
             continue
         info, want = checkpoint.tensors[place.published], _rows(targets[place.target], place)
-        if info.shape != tuple(want.shape):
-            faults.append(f"{place.published} in {info.file.name} is {list(info.shape)}, expected {list(want.shape)}")
+        shape = tuple(want.shape) if place.cut is None else place.cut.unshape(tuple(want.shape))
+        if info.shape != shape:
+            faults.append(f"{place.published} in {info.file.name} is {list(info.shape)}, expected {list(shape)}")
         elif info.floating != want.is_floating_point():
             faults.append(f"{place.published} in {info.file.name} holds {info.dtype}, expected {want.dtype}")
     return _listed("tensor(s) of the wrong shape or type", faults)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mstar.nn.linear import MergedLinear
+from mstar.nn.shards import Cut, Part
 
 __all__ = ["Placement", "WeightMap"]
 
@@ -17,13 +17,14 @@ __all__ = ["Placement", "WeightMap"]
 class Placement:
     """Published tensor *published* fills *rows* rows of parameter (or persistent buffer) *target* from *start* on.
 
-    ``rows=None``: the tensor is the whole parameter.
+    ``rows=None``: the tensor is the whole parameter. *cut*: the part of the tensor that this rank has; ``None``: all.
     """
 
     published: str
     target: str
     start: int = 0
     rows: int | None = None
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ class WeightMap:
         float32: tuple[str, ...] = (),
         folder: str = "",
     ) -> WeightMap:
-        """The map of a module whose submodules bear the published names; fused layers know their parts.
+        """The map of a module whose submodules bear the published names; fused layers know their parts, divided ones
+        their share.
 
         :param rename: the module's prefix → the published one, for trees published elsewhere; the longest match wins.
-            The names of tied parameters after the first are ignored in the checkpoint.
+            The names of tied parameters after the first are ignored in the checkpoint, and those of other ranks.
         """
         seen: set[int] = set()
         placements: list[Placement] = []
@@ -70,11 +72,14 @@ class WeightMap:
                     aliases.append(re.escape(_published(target, prefixes)))
                     continue
                 seen.add(id(tensor))
-                for published, start, rows in _parts(owner, path, name):
-                    if published is not None:
-                        placements.append(Placement(_published(published, prefixes), target, start, rows))
-                    elif rows is not None:
-                        zeros.append((target, start, rows))
+                for part in _parts(owner, name):
+                    if part.module is not None and part.rows == 0:
+                        aliases.append(re.escape(_published(_named(path, part.module, name), prefixes)))
+                    elif part.module is not None:
+                        published = _published(_named(path, part.module, name), prefixes)
+                        placements.append(Placement(published, target, part.start, part.rows, part.cut))
+                    elif part.rows is not None:
+                        zeros.append((target, part.start, part.rows))
         return cls(tuple(placements), (*ignore, *aliases), float32, tuple(zeros), folder)
 
     @classmethod
@@ -103,18 +108,19 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, object]]:
             yield name, buffer
 
 
-def _parts(owner: nn.Module, path: str, name: str) -> Iterator[tuple[str | None, int, int | None]]:
-    """Names under the module's own tree, with their rows, of the published tensors that make up one parameter; no name
-    for rows that are 0."""
-    if not isinstance(owner, MergedLinear):
-        yield (f"{path}.{name}" if path else name), 0, None
-        return
-    parent = path.rpartition(".")[0]
-    start = 0
-    for part, rows in owner.parts.items():
-        published = name != "bias" or part in owner.biased
-        yield ".".join(word for word in (parent, part, name) if word) if published else None, start, rows
-        start += rows
+def _parts(owner: nn.Module, name: str) -> Iterator[Part]:
+    """The published tensors that make up one parameter of *owner*, whose ``published_parts`` tells, if it has one."""
+    told = getattr(owner, "published_parts", None)
+    if told is None:
+        yield Part("")
+    else:
+        yield from told(name)
+
+
+def _named(path: str, module: str, name: str) -> str:
+    """The name under the module's own tree of parameter *name* of *path*, or of its sibling *module*."""
+    where = ".".join(word for word in (path.rpartition(".")[0], module) if word) if module else path
+    return f"{where}.{name}" if where else name
 
 
 def _published(name: str, prefixes: list[tuple[str, str]]) -> str:

@@ -8,6 +8,7 @@ the device casts and places the rows of those that have arrived.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,12 +38,17 @@ _SERIAL = (1 << 15) - 64
 @dataclass(frozen=True)
 class Piece:
     """Elements of *dtype* (little-endian, row-major) from byte *start* of *file* on fill *destination*, which may have
-    another dtype and be on another device."""
+    another dtype and be on another device.
+
+    :param stride: bytes from one row of *destination* (an item along its first dimension) to the next in the file, of
+        which only the row's own are read; 0: they follow each other.
+    """
 
     file: Path
     start: int
     dtype: torch.dtype
     destination: Tensor
+    stride: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +73,8 @@ class _Read:
     def takes(self, piece: Piece) -> bool:
         if not self.pieces:
             return True
+        if piece.stride or self.pieces[0].stride:
+            return False
         follows = piece.file == self.file and piece.start == self.start + self.nbytes
         aligned = self.nbytes % piece.dtype.itemsize == 0
         together = not piece.direct and not self.pieces[0].direct
@@ -76,10 +84,20 @@ class _Read:
         self.pieces.append(piece)
         self.nbytes += piece.nbytes
 
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """First byte in the file, and how many from there on; one run after the other is what is read."""
+        stride, rows = self.pieces[0].stride, self.pieces[0].destination.shape[:1]
+        if not stride:
+            yield self.start, self.nbytes
+            return
+        each = self.nbytes // rows[0]
+        for row in range(rows[0]):
+            yield self.start + row * stride, each
+
     def values(self, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(destination, its values) of each piece; *data*: the bytes that were read."""
         for piece in self.pieces:
-            at = piece.start - self.start
+            at = 0 if piece.stride else piece.start - self.start
             found = data[at : at + piece.nbytes].view(piece.dtype)
             yield piece.destination, found.view(piece.destination.shape)
 
@@ -129,15 +147,16 @@ def _fill(target: Tensor, read: _Read) -> None:
     into = memoryview(target.numpy().data)
     try:
         with read.file.open("rb", buffering=0) as file:
-            file.seek(read.start)
-            while len(into):
-                got = file.readinto(into)
-                if not got:
-                    raise WeightsError(
-                        f"{read.file} ({read.file.stat().st_size:,} bytes) is damaged or truncated: it ends before "
-                        f"byte {read.start + read.nbytes:,}, which its header promises"
-                    )
-                into = into[got:]
+            for start, nbytes in read.runs():
+                run, into = into[:nbytes], into[nbytes:]
+                while len(run):
+                    got = os.preadv(file.fileno(), [run], start + nbytes - len(run))
+                    if not got:
+                        raise WeightsError(
+                            f"{read.file} ({read.file.stat().st_size:,} bytes) is damaged or truncated: it ends before "
+                            f"byte {start + nbytes:,}, which its header promises"
+                        )
+                    run = run[got:]
     except OSError as error:
         raise WeightsError(f"{read.file} cannot be read: {error}") from error
 
@@ -212,6 +231,11 @@ def _cut(piece: Piece) -> Iterator[Piece]:
     """Parts of at most a block. A destination that is contiguous is cut anywhere, another along its rows."""
     to, size = piece.destination, piece.dtype.itemsize
     if to.numel() == 0:
+        return
+    if piece.stride:
+        rows = max(1, _BLOCK // (size * to[0].numel()))
+        for number, part in enumerate(torch.split(to, rows)):
+            yield Piece(piece.file, piece.start + number * rows * piece.stride, piece.dtype, part, piece.stride)
         return
     if piece.nbytes <= _BLOCK:
         yield piece

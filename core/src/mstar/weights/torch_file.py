@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.nn.shards import Cut
 from mstar.spec.errors import WeightsError
 from mstar.weights.checkpoint import TORCH_NAMES, TensorInfo
 
@@ -36,13 +37,16 @@ class TorchCheckpoint:
         self._found = dict(flat(_loaded(file)))
         self.tensors = {name: _info(name, file, tensor) for name, tensor in self._found.items()}
 
-    def read(self, plan: Iterable[tuple[str, Tensor]], progress: Callable[[int], None]) -> None:
-        """Copy each named tensor into its destination (same shape; converted to its dtype, moved to its device).
-        *progress* is told the bytes done after each."""
+    def read(self, plan: Iterable[tuple[str, Tensor, Cut | None]], progress: Callable[[int], None]) -> None:
+        """Copy each named tensor, or its *cut*, into its destination (same shape; converted to its dtype, moved to its
+        device). *progress* is told the bytes done after each."""
         done = 0
-        for name, destination in plan:
-            destination.copy_(self._found[name])
-            done += self.tensors[name].nbytes
+        for name, destination, cut in plan:
+            found = self._found[name]
+            if cut is not None:
+                found = cut.of(found)
+            destination.copy_(found)
+            done += found.nbytes
             progress(done)
 
 

@@ -19,6 +19,7 @@ from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
+from mstar.nn.mesh import SINGLE, building
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -33,6 +34,7 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.deterministic import option_faults
+from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
 from mstar.worker.memory import MemoryPlan, free_memory
 
 __all__ = [
@@ -73,12 +75,17 @@ class Built:
     dtype: torch.dtype
 
 
-def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+def build(
+    config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes | None = None
+) -> Built:
     """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
-    family's own code raises."""
+    family's own code raises.
+
+    :param meshes: of the nodes that this rank computes together with others, of which it gets its share.
+    """
     spec = registry.model(config.key)
     try:
-        return _build(config, spec, registry, on_phase)
+        return _build(config, spec, registry, on_phase, meshes or {})
     except MstarError:
         raise
     except Exception as error:
@@ -89,7 +96,9 @@ def build(config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], 
         raise fault from error
 
 
-def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None]) -> Built:
+def _build(
+    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes
+) -> Built:
     deployment = config.deployment
     device = pick_device(deployment.device)
     dtype = pick_dtype(deployment.dtype, device)
@@ -109,7 +118,8 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         faults += compile_faults(device, deterministic)
     if faults:
         raise DeploymentError(faults, config.places)
-    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase, deployment.engine)
+    declared = divided_resources(declared, graph, meshes)
+    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase, deployment.engine, meshes)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
@@ -120,7 +130,7 @@ def _build(config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: 
         registry,
         stage,
         dtype,
-        free=free_memory(device),
+        free=agreed_memory(free_memory, device, meshes),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
         vocabulary=partial(vocabulary_of, model, weights),
@@ -301,12 +311,19 @@ def _load_nodes(
     dtype: torch.dtype,
     on_phase: Callable[[Phase], None],
     engine: EngineOptions,
+    meshes: Meshes,
 ) -> tuple[dict[str, Node], int]:
     """The nodes, and the bytes of their weights as loaded."""
-    maps = {spec.name: model.weights(spec.name) for spec in plan.graph.nodes}
-    nodes = {name: _build_node(model, name, on_meta=found is not None) for name, found in maps.items()}
+    maps, nodes = {}, {}
+    for spec in plan.graph.nodes:
+        with building(meshes.get(spec.name, SINGLE)):
+            maps[spec.name] = model.weights(spec.name)
+            nodes[spec.name] = _build_node(model, spec.name, on_meta=maps[spec.name] is not None)
     for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
         raise SetupError(fault)
+    found_faults = [*chain.from_iterable(mesh_faults(name, nodes[name], mesh) for name, mesh in meshes.items())]
+    if found_faults:
+        raise SetupError("\n  ".join(found_faults))
     told = engine.deterministic and device.type == "cuda"  # elsewhere the operations are what they are anyway
     if told and (refused := [fault for name, node in nodes.items() for fault in deterministic_faults(name, node)]):
         raise SetupError("engine.deterministic: " + "\n  ".join(refused))

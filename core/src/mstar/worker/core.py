@@ -31,9 +31,11 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build, compiles, runner_name
+from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.observers import Observers
+from mstar.worker.portions import Portions, share
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
@@ -56,11 +58,19 @@ class Worker:
     """One model on one rank. See :class:`mstar.cluster.base.Executor` for how it is driven.
 
     :param on_phase: told of loading progress. Construction returns when the model is ready.
+    :param meshes: of the nodes that this rank computes together with others. Workers of one mesh get the same requests
+        in the same order between the same steps, with a seed where they sample.
     """
 
-    def __init__(self, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None] = lambda _: None):
+    def __init__(
+        self,
+        config: WorkerConfig,
+        registry: Registry,
+        on_phase: Callable[[Phase], None] = lambda _: None,
+        meshes: Meshes | None = None,
+    ):
         deployment = config.deployment
-        built = build(config, registry, on_phase)
+        built = build(config, registry, on_phase, meshes)
         self.config = config
         self.observers = Observers(registry.plugins, *_OBSERVERS)
         self.plan, self.resources = built.plan, built.resources
@@ -99,9 +109,10 @@ class Worker:
         self.observers.add("timeline", self.trace)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
-        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of)
+        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of, self._share)
         self._live: dict[str, Live] = {}
         self.sharing = PromptSharing(built.plan, built.resources, self._live, self._owner_of, self._start)
+        self.portions = Portions(built.resources, self._owner_of)
         self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
@@ -233,12 +244,20 @@ class Worker:
             "steps": self.engine.steps,
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "checkpoints": {name: counts for name, r in self.resources.items() if (counts := r.checkpoint_counts())},
             "began": self._began,
             "entries": self._totals.report(),
             "prefix": {"tokens": self.sharing.looked_up, "hits": self.sharing.found},
+            "media": self._media_lookups(),
             "memory": dict(device_memory(self._device)),
             "observer_failures": self.observers.report(),
         }
+
+    def _media_lookups(self) -> dict[str, int]:
+        found = [pair for resource in self.resources.values() if (pair := resource.lookups()) is not None]
+        if not found:
+            return {}
+        return {"embeddings": sum(asked for asked, _ in found), "hits": sum(hits for _, hits in found)}
 
     def close(self) -> None:
         """End every request with an error and free everything."""
@@ -309,27 +328,34 @@ class Worker:
             for name, context, tokens in taken_back:
                 owner = self.admission.owner(name, context, live.request.id, live.holding.session)
                 self.resources[name].retract(Row(owner, tokens))
-        if run.ready:
+        while run.ready:
             now = time.monotonic()
             ready, run.ready = run.ready, []
             for call in ready:
                 if call.op.entry.prefix and live.fresh and call.done == 0:
                     self.sharing.reuse(live, call)
-                self._offer(call, now)
+                if self.portions.concern(call.op) and self.portions.skip(live, call):
+                    run.complete(call, {})
+                else:
+                    self._offer(call, now)
         if run.finished and live.started is not None:
             self._finish(live)
 
     def _offer(self, call: CallRun, now: float) -> None:
         request = call.run.request
+        tokens = call.remaining
+        if tokens > 1 and call.op.entry.prefix and (live := self._live_of(call)) is not None:
+            tokens = self.sharing.cut(live, call)
         call.item = Item(
             request.id,
             call.group,
-            max(call.remaining, 1),
+            max(-(-tokens // call.op.entry.step_items), 1),
             call.op.entry.chunk is not None,
             call.decode,
             call.run.deadline(call.partition.name, now),
             request.priority,
             call,
+            rest=call.remaining > tokens,
         )
         self.scheduler.ready(call.item)
 
@@ -339,6 +365,19 @@ class Worker:
         return live if live is not None and live.run is call.run else None
 
     # --- steps --------------------------------------------------------------------------------------------------------
+    def _share(self, call: CallRun, tokens: int, first: bool) -> Work | None:
+        """*call*'s share of the next step. ``None``: it waits for another, or nothing is left of it."""
+        if not self.portions.concern(call.op):
+            return share(call, tokens)
+        live = self._live[call.run.request.id]
+        if self.portions.skip(live, call):  # another request has computed the rest
+            self._guarded(live, lambda: live.run.complete(call, {}))
+            return None
+        work = self.portions.work(live, call, tokens, first)
+        if work is None:
+            self._offer(call, time.monotonic())
+        return work
+
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
         now = time.monotonic()

@@ -35,6 +35,8 @@ class LookAhead:
     """What a worker has foreseen.
 
     :param offer: tells the scheduler of a ready call. :param live_of: a call's request, ``None`` if it has ended.
+    :param share: makes of a call and of the tokens that a step has for it its share of the step, or ``None`` if it gets
+        none; told whether it would be the step's first.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class LookAhead:
         scheduler: Scheduler,
         offer: Callable[[CallRun, float], None],
         live_of: Callable[[CallRun], Live | None],
+        share: Callable[[CallRun, int, bool], Work | None],
     ):
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
+        self._share = share
         self._foreseeable: dict[CallOp, bool] = {}
         self._cohort: list[CallRun] = []  # the next step, if nothing else comes in between
 
@@ -56,9 +60,14 @@ class LookAhead:
             for call in cohort:
                 self._offer(call, now)
             cohort = []
-        batch = self._scheduler.next(now)
-        if batch is not None:
-            return [_work(item.payload, tokens) for item, tokens in zip(batch.items, batch.tokens, strict=True)]
+        while (batch := self._scheduler.next(now)) is not None:
+            work: list[Work] = []
+            for item, tokens in zip(batch.items, batch.tokens, strict=True):
+                share = self._share(item.payload, tokens, not work)
+                if share is not None:
+                    work.append(share)
+            if work:
+                return work
         return [Work(call, 0, 1, True) for call in cohort]
 
     def foresee(self, flights: Sequence[Flight]) -> None:
@@ -114,8 +123,3 @@ class LookAhead:
 
     def clear(self) -> None:
         self._cohort.clear()
-
-
-def _work(call: CallRun, tokens: int) -> Work:
-    tokens = min(tokens, call.remaining) if call.op.primary is not None else 1
-    return Work(call, call.done, tokens, call.done + tokens >= call.length)

@@ -166,7 +166,7 @@ class MemoryPlan:
         slots = {name: float(error.slot_bytes)}
         for other, pool in self._pools.items():
             if isinstance(pool, SlotResource):
-                slots[other] = pool.device_bytes() / (pool.capacity() + 1)  # some have a slot of their own beside
+                slots[other] = pool.slot_bytes()
         shrinking = [other for other in slots if getattr(self._declared[other], "slots", None) is None]
         owner = {other: slots[other] * self._contexts(other) for other in shrinking}
         request = sum(owner.values())
@@ -181,6 +181,8 @@ class MemoryPlan:
 
 
 def _units(pool: Resource) -> str:
+    if isinstance(pool, SlotResource):
+        return pool.size_in_words()
     size = getattr(pool.spec, "page_size", None)
     if size is None:
         return f"{pool.capacity():,} slots"

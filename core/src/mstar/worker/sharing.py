@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mstar.graph.calls import CallRun
 from mstar.graph.program import Plan
@@ -49,16 +49,32 @@ class PromptSharing:
         for name in call.op.entry.resources:
             parent = None if sibling is None else self._owner_of(sibling, name, call)
             shares.append((self._resources[name], self._owner_of(live, name, call), parent))
-        hits = [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]
-        skipped = min(hits, default=0)
+        hits = _matches(shares, ids)
+        deepest = skipped = min(hits, default=0)
         if hits:
             self.looked_up += len(ids)
-            self.found += max(skipped, 0)
+            deepest = max(hits)
+        while skipped > 0 and max(hits) > skipped:  # where all can begin: what one knows may end within another's
+            hits = _matches(shares, ids[: skipped + 1])
+            skipped = min(hits)
+        self.found += max(skipped, 0)
+        if deepest > skipped:
+            for resource, owner, _ in shares:
+                resource.missed(owner, deepest)
         if skipped <= 0:
             return
         for resource, owner, parent in shares:
             resource.skip(owner, ids[:skipped], parent)
         call.done = live.cached = skipped
+
+    def cut(self, live: Live, call: CallRun) -> int:
+        """How many of the tokens that are left of the call the next step may take at most."""
+        tokens = call.remaining
+        for name in call.op.entry.resources:
+            resource = self._resources[name]
+            if type(resource).cut is not Resource.cut:
+                tokens = min(tokens, resource.cut(self._owner_of(live, name, call), call.remaining))
+        return tokens
 
     def computed(self, live: Live) -> None:
         """The prompt is computed (or never will be): siblings may go on."""
@@ -70,3 +86,8 @@ class PromptSharing:
 
     def _sibling(self, live: Live) -> Live | None:
         return self._live.get(live.request.sibling_of or "")
+
+
+def _matches(shares: Sequence[tuple[Resource, Owner, Owner | None]], ids: Sequence[int]) -> list[int]:
+    """What each resource that has an opinion holds of *ids* already."""
+    return [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]

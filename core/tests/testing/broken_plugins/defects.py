@@ -26,7 +26,7 @@ SOUND = replace(
     processor=PROCESSORS + "Sound",
     outputs=("text",),
 )
-LEAKS = ("leaky_state", "cut_state", "failing_state")
+STATES = ("leaky_state", "cut_state", "failing_state", "open_state")
 WEIGHTS = (WeightsRef("hub", "someone/something", "0123456789abcdef"),)
 
 
@@ -162,6 +162,7 @@ def mstar_models() -> Sequence[ModelSpec]:
         # behaviour
         _model("keeps_state", "KeepsState"),
         _model("mixes_rows", "MixesRows"),
+        _model("skips_state", "SkipsState"),
         _model("forgets_chunks", "ForgetsChunks"),
         _model("ignores_seed", "Flat", processor=PROCESSORS + "NoSeed"),
         _model("swallows_errors", "SwallowsErrors"),
@@ -182,4 +183,4 @@ def mstar_models() -> Sequence[ModelSpec]:
 
 @hookimpl
 def mstar_resources() -> dict[str, str]:
-    return {kind: MODELS + "".join(map(str.title, kind.split("_"))) for kind in LEAKS}
+    return {kind: MODELS + "".join(map(str.title, kind.split("_"))) for kind in STATES}

@@ -17,7 +17,7 @@ from mstar.spec.graph import Call, Graph, Loop, NodeSpec, Param, Port, WhenTrue
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import RecurrentState, ResourceSpec
 from mstar.testing.miniatures.catalog import VOCAB
-from mstar.testing.miniatures.text import LM_CALL, Chat, SumNode, context_sums, generate, token_logits
+from mstar.testing.miniatures.text import LM_CALL, Chat, Hybrid, SumNode, context_sums, generate, token_logits
 from mstar.weights.checkpoint import Checkpoint
 from mstar.weights.names import WeightMap
 
@@ -309,6 +309,31 @@ class CutState(RecurrentStateResource):
     def close(self, owner: Owner) -> None:
         if owner not in self._cut:
             super().close(owner)
+
+
+class OpenSpec(RecurrentState):
+    kind: ClassVar[str] = "open_state"
+
+
+class OpenState(RecurrentStateResource):
+    """Has nothing against prompts whose head is skipped, and begins behind it with zeros."""
+
+    kind = "open_state"
+
+    def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
+        return None
+
+    def skip(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> None: ...
+
+
+class SkipsState(Hybrid):
+    """Attention's prefix cache skips the head of a prompt, the recurrence's state does not follow."""
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        found = dict(super().resources())
+        state = found["state"]
+        assert isinstance(state, RecurrentState)
+        return {**found, "state": OpenSpec(state.tensors, layers=state.layers)}
 
 
 class FailingSpec(LeakySpec):

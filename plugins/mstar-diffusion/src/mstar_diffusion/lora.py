@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mstar.nn.shards import Cut
 from mstar.processing.tokenizer import read_json
 from mstar.spec.errors import SetupError, nearest
 from mstar.weights.names import Placement, WeightMap
@@ -122,14 +123,22 @@ def _add(
     published = (plain,) if plain in places else native[plain].published
     rows = [_rows(targets, places[part]) for part in published]
     delta = adapter.delta(rows[0].device) * scale
-    if delta.shape != (sum(len(part) for part in rows), rows[0].shape[-1]) or rows[0].ndim != 2:
-        shape = [sum(len(part) for part in rows), *rows[0].shape[1:]]
+    whole = [_whole(tuple(own.shape), places[part].cut) for own, part in zip(rows, published, strict=True)]
+    if delta.shape != (sum(shape[0] for shape in whole), whole[0][-1]) or rows[0].ndim != 2:
+        shape = [sum(shape[0] for shape in whole), *whole[0][1:]]
         raise SetupError(f"the adapter {file}: {name!r} is for {list(delta.shape)}, this model's layer is {shape}")
     if swapped:
         delta = torch.cat(delta.chunk(2)[::-1])
     with torch.no_grad():
-        for part, change in zip(rows, torch.split(delta, [len(part) for part in rows]), strict=True):
-            part.copy_(part.float() + change)
+        changes = torch.split(delta, [shape[0] for shape in whole])
+        for own, part, change in zip(rows, published, changes, strict=True):
+            cut = places[part].cut
+            own.copy_(own.float() + (change if cut is None else cut.of(change)))
+
+
+def _whole(own: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+    """The published shape of what a rank has *own* of."""
+    return own if cut is None else cut.unshape(own)
 
 
 def _plain(name: str, known: Iterable[str]) -> str:

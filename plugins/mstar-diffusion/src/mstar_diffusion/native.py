@@ -6,9 +6,10 @@ files come in either spelling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mstar.nn.shards import Cut, Share
 from mstar.spec.errors import WeightsError
 from mstar.weights.names import Placement, WeightMap
 
@@ -46,7 +47,19 @@ def native_weights(weightmap: WeightMap, names: NativeNames) -> WeightMap:
         if any(part.target != first.target for part in parts):
             raise WeightsError(f"{name}: its parts {', '.join(native.published)} are not one parameter here")
         word = "scale" if name.endswith("norm") else "weight"
-        placements.append(Placement(f"{name}.{word}", first.target, first.start, rows))
+        placements.append(Placement(f"{name}.{word}", first.target, first.start, rows, _joined(parts)))
     if by_name:
         raise WeightsError(f"the authors' layout has no name for {', '.join(sorted(by_name)[:4])}")
     return WeightMap(tuple(placements), float32=weightmap.float32)
+
+
+def _joined(parts: Sequence[Placement]) -> Cut | None:
+    """What a rank has of the tensor in which those of *parts* stand one after the other."""
+    cuts = [part.cut for part in parts if part.cut is not None]
+    if len(cuts) != len(parts) or len(cuts) == 1:
+        return cuts[0] if cuts else None
+    runs, size = [], 0
+    for cut in cuts:
+        runs += [Share(size + run.first, run.length) for run in cut.runs]
+        size += cut.size
+    return Cut(cuts[0].dim, size, tuple(runs))

@@ -55,6 +55,8 @@ class TextEncoder(Node):
         are not built.
     """
 
+    tensor_parallel = True
+
     def __init__(self, config: DecoderConfig, states: Sequence[int]):
         super().__init__()
         if max(states) > config.layers:

@@ -7,6 +7,7 @@ parent is gone. It imports no torch and answers with plain data.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -54,12 +55,12 @@ def main(line: bytes) -> None:
     setup = msgspec.json.decode(line, type=Setup)
     module, _, name = setup.decoders.partition(":")
     decoders = getattr(__import__(module, fromlist=[name]), name)
-    import av
-    import soundfile  # noqa: F401 - what it maps now does not count against the limit of memory
+    for library in ("av", "soundfile"):  # what they map now does not count against the limit of memory
+        with contextlib.suppress(ImportError, OSError):  # said when a file needs one
+            __import__(library)
 
     from mstar_server.media.decoders import Job
 
-    del av
     _limit_memory(setup.memory_bytes)
     connection = socket.socket(fileno=0)
     _send(connection, READY)
@@ -79,6 +80,9 @@ def _reply(decoder: Any, fds: list[int], job: Any) -> Reply:
         return Reply(decoded=decoder(fds[0], job, Output(fds[1], job.limits.max_decoded_bytes)))
     except MediaFault as fault:
         return Reply(message=fault.message, code=fault.code, status=fault.status)
+    except ImportError as error:
+        message = f"this server cannot read such files, because a library of it does not load: {error}"
+        return Reply(message=message[:400], code="decoder_unavailable", status=400)
     except MemoryError:
         message = "decoding the file needs more memory than the server allows"
         return Reply(message=message, code="decoded_too_large", status=413)

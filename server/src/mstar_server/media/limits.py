@@ -6,9 +6,10 @@ from typing import Literal
 
 import msgspec
 
+from mstar.spec.model import ModelSpec
 from mstar_server.options import ServerOptions
 
-__all__ = ["DEFAULT_SAMPLING", "Kind", "MediaFault", "MediaLimits", "Sampling", "damaged"]
+__all__ = ["DEFAULT_SAMPLING", "Kind", "MediaFault", "MediaLimits", "Sampling", "damaged", "sampling_of"]
 
 Kind = Literal["image", "mask", "audio", "video", "any"]
 """What a file is decoded as. ``any``: as what its first bytes say, of the kinds that the caller takes. ``mask``: an
@@ -35,14 +36,25 @@ class Sampling(msgspec.Struct, frozen=True):
 
     A longer video is sampled more thinly, still evenly; one with fewer frames a second than *fps* keeps its own rate.
     :param audio: decode the sound, too.
+    :param spread: instead, frames that lie evenly from the first to the last, as many as *fps* says, but no fewer than
+        *min_frames* as far as there are so many (:func:`mstar.processing.pictures.frame_indices`).
     """
 
     fps: float = 2.0
     max_frames: int = 768
     audio: bool = False
+    spread: bool = False
+    min_frames: int = 1
 
 
 DEFAULT_SAMPLING = Sampling()
+
+
+def sampling_of(spec: ModelSpec) -> Sampling:
+    """Which frames of a video *spec*'s model wants, if its adapter says nothing else."""
+    if spec.frames is None:
+        return DEFAULT_SAMPLING
+    return Sampling(spec.frames.fps, spec.frames.most, spread=True, min_frames=spec.frames.least)
 
 
 class MediaFault(Exception):

@@ -29,10 +29,11 @@ class ArrayRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a decoder made. *frames* is uint8 ``[H, W, 3]`` of an image, ``[frames, H, W, 3]`` of a video; *samples* is
-    float32 ``[samples]``. An image has no *fps*."""
+    float32 ``[samples]``. An image has no *fps*. *times*: of a video whose frames are spread, seconds of each."""
 
     frames: ArrayRef | None = None
     fps: float | None = None
+    times: tuple[float, ...] = ()
     samples: ArrayRef | None = None
     rate: int = 0
 
@@ -51,6 +52,11 @@ class Output:
         while data:
             written = os.pwrite(self.fd, data, self.size)
             self.size, data = self.size + written, data[written:]
+
+    def back_to(self, start: int) -> None:
+        """Forget what was written from byte *start* on."""
+        self.size = start
+        os.ftruncate(self.fd, start)
 
     def keep_every_second(self, start: int, item_bytes: int, count: int) -> int:
         """Of the *count* items from *start* to the end, drop those with odd numbers; gives the number that is left."""

@@ -1,4 +1,4 @@
-"""Videos → evenly sampled frames and their sound, in a decoder's process."""
+"""Videos → sampled frames and their sound, in a decoder's process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mstar_server.media.audio import CODECS, decode_container_audio, decoded_fra
 from mstar_server.media.kinds import HEAD_BYTES, Container, require
 from mstar_server.media.limits import MediaFault, MediaLimits, Sampling, damaged
 from mstar_server.media.output import ArrayRef, Decoded, Output
+from mstar_server.media.spread import THREADS, SpreadFrames, check_length, check_pixels, upright
 
 __all__ = ["decode_video", "holds_video"]
 
@@ -18,7 +19,6 @@ _CODECS = (
     "h264,hevc,vp8,libvpx,vp9,libvpx-vp9,av1,libdav1d,libaom-av1,mpeg4,msmpeg4v3,mpeg1video,mpeg2video,h263,mjpeg,theora,"
     "prores,dnxhd,ffv1,rawvideo,gif,png"
 )
-_THREADS = 2
 
 
 def decode_video(file: BinaryIO, sampling: Sampling, limits: MediaLimits, output: Output) -> Decoded:
@@ -30,14 +30,17 @@ def decode_video(file: BinaryIO, sampling: Sampling, limits: MediaLimits, output
     import av
 
     container = require(file.read(HEAD_BYTES), "video")
-    file.seek(0)
+    video = None
     try:
         with _open(file, container) as media:
             stream = _picture_stream(media)
             if stream is None:
                 raise MediaFault("the file holds no pictures, only sound", "invalid_video")
-            video = _Sampler(stream, media.duration, sampling, limits, output).run(media)
             sound = bool(media.streams.audio)
+            if not sampling.spread:
+                video = _Sampler(stream, media.duration, sampling, limits, output).run(media)
+        if video is None:
+            video = SpreadFrames(lambda: _open(file, container), _picture_stream, sampling, limits, output).run()
     except av.FFmpegError as error:
         raise damaged("video", error.strerror or error) from None
     if not (sampling.audio and sound):
@@ -61,6 +64,7 @@ def holds_video(file: BinaryIO, container: Container) -> bool:
 def _open(file: BinaryIO, container: Container) -> Any:
     import av
 
+    file.seek(0)
     options = {"codec_whitelist": f"{_CODECS},{CODECS}"}
     return av.open(file, format=container.demuxer, options=options, metadata_errors="ignore")
 
@@ -102,7 +106,7 @@ class _Sampler:
 
     def run(self, media: Any) -> Decoded:
         self._stream.thread_type = "AUTO"
-        self._stream.codec_context.thread_count = _THREADS
+        self._stream.codec_context.thread_count = THREADS
         held: Any = None
         time = 0.0
         for number, frame in enumerate(decoded_frames(media, self._stream)):
@@ -144,29 +148,12 @@ class _Sampler:
 
     def _upright(self, frame: Any) -> np.ndarray[Any, Any]:
         self._check_pixels(frame.width, frame.height, self._count + 1)
-        pixels: np.ndarray[Any, Any] = frame.to_ndarray(format="rgb24")
-        if turns := round(frame.rotation / 90) % 4:
-            pixels = np.rot90(pixels, turns)
-        if not self._count and self._shape == (0, 0):
-            self._shape = pixels.shape[:2]
-        elif pixels.shape[:2] != self._shape:
-            raise MediaFault("the size of the frames changes in the middle of the video", "invalid_video")
+        pixels = upright(frame, self._shape)
+        self._shape = pixels.shape[:2]
         return pixels
 
     def _check_length(self, seconds: float) -> None:
-        if seconds > self._limits.max_video_s:
-            message = f"a video of {seconds:.0f} s is longer than the limit of {self._limits.max_video_s:.0f} s"
-            raise MediaFault(message, "video_too_long")
+        check_length(seconds, self._limits)
 
     def _check_pixels(self, width: int, height: int, frames: int) -> None:
-        if width * height > self._limits.max_pixels:
-            message = f"frames of {width}x{height} are larger than the limit of {self._limits.max_pixels} pixels"
-            raise MediaFault(message, "video_too_large")
-        if width * height * frames > self._limits.max_video_pixels:
-            limit, size = self._limits.max_video_pixels, f"{width}x{height}"
-            most = limit // (width * height)
-            message = (
-                f"{frames} frames of {size} are more than the limit of {limit} pixels; "
-                f"at this size at most {most} frames, which are {most * self._interval:.0f} s"
-            )
-            raise MediaFault(message, "video_too_large")
+        check_pixels(width, height, frames, self._interval, self._limits)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import File, Part, Task
 from mstar_server.media.decoder import MODALITIES, Item, Media
 from mstar_server.media.kinds import AUDIO_FORMATS, IMAGE_FORMATS, VIDEO_FORMATS
-from mstar_server.media.limits import Sampling
+from mstar_server.media.limits import Sampling, sampling_of
 from mstar_server.media.values import decode_base64
 from mstar_server.openai.chat_request import ChatMessage, ChatRequest, ContentPart
 from mstar_server.options import ServerOptions
@@ -45,7 +47,7 @@ async def chat_media(
     Raises :class:`RequestError` that names the part: before anything is decoded for a part of a wrong shape, of a kind
     that the model does not take, or one too many.
     """
-    items = dict(_items(messages, spec, media.options, sampling or Sampling()))
+    items = dict(_items(messages, spec, media.options, sampling or sampling_of(spec)))
     if len(items) > media.options.max_files:
         message = f"{len(items)} media parts are more than the limit of {media.options.max_files}"
         raise RequestError(message, param="messages", code="too_many_files")
@@ -75,7 +77,7 @@ def _item(part: ContentPart, place: str, spec: ModelSpec, options: ServerOptions
     if modality not in spec.inputs and not (modality == "file" and takes):
         message = f"'{place}': the model {spec.key!r} does not take {modality}; it takes {', '.join(spec.inputs)}"
         raise RequestError(message, param=place, code="unsupported_modality")
-    sampling = Sampling(sampling.fps, sampling.max_frames, audio="audio" in takes)
+    sampling = msgspec.structs.replace(sampling, audio="audio" in takes)
     match part.type:
         case "image_url":
             return Item("image", _url(value, param), param)
@@ -134,4 +136,6 @@ def _sampling(value: Any, param: str, options: ServerOptions, sampling: Sampling
     if frames is not None and not (type(frames) is int and 1 <= frames <= options.max_video_frames):
         message = f"'{param}.max_frames' must be a whole number in 1…{options.max_video_frames}"
         raise RequestError(message, param=f"{param}.max_frames")
-    return Sampling(fps or sampling.fps, frames or sampling.max_frames, sampling.audio)
+    most = frames or sampling.max_frames
+    least = min(sampling.min_frames, most)
+    return msgspec.structs.replace(sampling, fps=fps or sampling.fps, max_frames=most, min_frames=least)

@@ -21,13 +21,15 @@ router = APIRouter(tags=["OpenAI"])
 @router.get("/v1/models", summary="The models that this server has")
 async def list_models(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return {"object": "list", "data": [describe_model(s, state) for s in state.services.values()]}
+    models = {key: describe_model(service, state) for key, service in state.services.items()}
+    aliases = [{**models[key], "id": alias} for alias, key in state.aliases.items()]
+    return {"object": "list", "data": [*models.values(), *aliases]}
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    return describe_model(state.find(model), state)
+    return {**describe_model(state.find(model), state), "id": model}
 
 
 @router.post("/v1/models/{model:path}/load", summary="Load a model now; waits as a request would")
@@ -57,6 +59,7 @@ def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
     spec = service.spec
     return {
         "id": spec.key,
+        "root": spec.key,
         "object": "model",
         "state": model_state(service),
         "created": state.created,

@@ -39,6 +39,7 @@ __all__ = [
     "rotate",
     "rotate_store",
     "rotation",
+    "sigmoid_mul",
     "silu_mul",
     "store_rows",
 ]
@@ -168,7 +169,7 @@ def norm_linear(
 ) -> Tensor | None:
     """``linear(rms_norm(x))`` ``[M, N]`` in one kernel, or ``None`` where there is none for these tensors.
 
-    :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``.
+    :param x: ``[M, K]``, not changed. :param norm: the norm's weight ``[K]``, in the dtype of *x* or float32.
     """
     kernels = _linear(x)
     return None if kernels is None else kernels.norm_linear(x, norm, eps, weight, bias, deterministic)
@@ -201,18 +202,26 @@ def fused_edit(device: torch.device) -> Edit | None:
     return cuda_sampling.edit
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     """Add *delta* to *residual* ``[N, size]`` in place and return ``residual / sqrt(mean(residual²) + eps) * weight``.
 
     :param residual: the model's dtype or float32. :param delta: the model's dtype, or ``None`` for nothing to add.
-    :returns: a new tensor in the dtype of *weight* ``[size]``.
+    :param dtype: of the result, where *weight* ``[size]`` is float32 and the model is not. Default: that of *weight*.
+    :returns: a new tensor, rounded once.
     """
-    return _ops(weight).add_rms_norm(residual, delta, weight, eps)  # type: ignore[no-any-return]
+    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` ``[N, size]`` of *gate_up* ``[N, 2 * size]``, gate first."""
     return _ops(gate_up).silu_mul(gate_up)  # type: ignore[no-any-return]
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` ``[N, size]`` of two of that size and one dtype; rows of *gate* may have any stride."""
+    return _ops(x).sigmoid_mul(x, gate)  # type: ignore[no-any-return]
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -223,12 +232,15 @@ def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
     return _ops(heads).rotate(heads, turning, cos, sin)  # type: ignore[no-any-return]
 
 
-def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """*scale* × cosine and sine of ``positions × inverse``, computed in float32, as *dtype* ``[N, 1, size]``.
 
-    :param positions: integers ``[N]``. :param inverse: float32 ``[size]``, radians per position.
+    :param positions: integers ``[N]``, or with *axes* ``[A, N]``. :param inverse: float32 ``[size]``, radians per
+        position. :param axes: int64 ``[size]``, below A: whose position turns each element (multimodal rope).
     """
-    return _ops(inverse).rotation(positions, inverse, scale, dtype)  # type: ignore[no-any-return]
+    return _ops(inverse).rotation(positions, inverse, scale, dtype, axes)  # type: ignore[no-any-return]
 
 
 def rotate_store(

@@ -8,20 +8,23 @@ from torch import Tensor
 from mstar.nn.ops import kernels, reference
 from mstar.nn.ops.jit import float_bits
 
-__all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+__all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "sigmoid_mul", "silu_mul", "store_rows"]
 
 rotation = reference.rotation  # once a step: torch's own kernels will do
+sigmoid_mul = reference.sigmoid_mul
 
 _KERNELS = {torch.float32: 0, torch.bfloat16: 1}
 _SHARED = 1 << 15
 """Elements from which on several threads are worth waking: some 20 microseconds of work."""
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    which = _KERNELS.get(weight.dtype)
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    which = _KERNELS.get(weight.dtype) if dtype in (None, weight.dtype) else None
     same = delta is None or (delta.dtype is weight.dtype and delta.is_contiguous())
     if which is None or residual.dtype is not torch.float32 or not residual.is_contiguous() or not same:
-        return reference.add_rms_norm(residual, delta, weight, eps)
+        return reference.add_rms_norm(residual, delta, weight, eps, dtype)
     out = torch.empty_like(residual, dtype=weight.dtype)
     size = weight.shape[0]
     count = residual.numel()

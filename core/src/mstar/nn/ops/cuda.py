@@ -61,14 +61,16 @@ def _add_rms_norm(
     tl.store(out + row * size + at, (x * scale * w).to(out.dtype.element_ty), mask=inside)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    size = weight.shape[0]
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    size, dtype = weight.shape[0], dtype or weight.dtype
     known = _known(residual, weight) if delta is None else _known(residual, weight, delta)
     if residual.dim() != 2 or residual.stride(1) != 1 or not known or not weight.is_contiguous():
-        return reference.add_rms_norm(residual, delta, weight, eps)
+        return reference.add_rms_norm(residual, delta, weight, eps, dtype)
     if delta is not None and (delta.dim() != 2 or delta.stride(1) != 1):
         delta = delta.reshape(residual.shape).contiguous()
-    out = torch.empty_like(residual, dtype=weight.dtype, memory_format=torch.contiguous_format)
+    out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if rows := residual.shape[0]:
         added = residual if delta is None else delta
         block = _power(size)
@@ -111,30 +113,69 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def _sigmoid_mul(
+    x, gate, out, stride: tl.constexpr, gate_stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr,
+    early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    gates = tl.load(gate + row * gate_stride + at, mask=inside, other=0).to(tl.float32)
+    values = tl.load(x + row * stride + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * size + at, (values / (1 + tl.exp(-gates))).to(out.dtype.element_ty), mask=inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    if x.dim() != 2 or x.stride(1) != 1 or gate.stride(1) != 1 or not _known(x, gate):
+        return reference.sigmoid_mul(x, gate)
+    rows, size = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows:
+        block = min(_power(size), _ACTIVATED)
+        _sigmoid_mul[(rows, -(-size // block))](
+            x, gate, out, x.stride(0), gate.stride(0), size, block, pdl.enabled(), num_warps=_warps(block),
+            **pdl.options(),
+        )  # fmt: skip
+    return out
+
+
 # --- rotation and the cache -------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["positions"])
 def _rotation(
-    positions, inverse, cos, sin, scale, size: tl.constexpr, block: tl.constexpr, early: tl.constexpr
+    positions, inverse, axes, cos, sin, scale, stride, size: tl.constexpr, block: tl.constexpr, several: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
     inside = at < size
-    position = tl.load(positions + row).to(tl.float32)
+    if several:
+        axis = tl.load(axes + at, mask=inside, other=0)
+        position = tl.load(positions + axis * stride + row, mask=inside, other=0).to(tl.float32)
+    else:
+        position = tl.load(positions + row).to(tl.float32)
     angle = position * tl.load(inverse + at, mask=inside, other=0)
     tl.store(cos + row * size + at, (tl.cos(angle) * scale).to(cos.dtype.element_ty), mask=inside)
     tl.store(sin + row * size + at, (tl.sin(angle) * scale).to(sin.dtype.element_ty), mask=inside)
 
 
-def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if positions.dim() != 1 or positions.stride(0) != 1 or inverse.dtype is not torch.float32 or dtype not in _TYPES:
-        return reference.rotation(positions, inverse, scale, dtype)
-    rows, size = positions.shape[0], inverse.shape[0]
+def rotation(
+    positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    several = axes is not None
+    fits = positions.dim() == 1 + several and positions.stride(-1) == 1
+    if not fits or inverse.dtype is not torch.float32 or dtype not in _TYPES:
+        return reference.rotation(positions, inverse, scale, dtype, axes)
+    rows, size = positions.shape[-1], inverse.shape[0]
     cos, sin = torch.empty((2, rows, 1, size), dtype=dtype, device=inverse.device).unbind(0)
     if rows:
         # As a float, so that a scale of 1 makes no variant of its own.
         _rotation[(rows,)](
-            positions, inverse, cos, sin, float(scale), size, _power(size), pdl.enabled(), num_warps=1, **pdl.options()
+            positions, inverse, inverse if axes is None else axes, cos, sin, float(scale),
+            positions.stride(0) if several else 0, size, _power(size), several,
+            pdl.enabled(), num_warps=1, **pdl.options(),
         )  # fmt: skip
     return cos, sin
 

@@ -241,7 +241,9 @@ def decode_heads(
     weights = () if norms is None else (norms.q, norms.k)
     if not takes(heads.dtype, size) or inner != [size, 1] or group > _GROUP:
         return None
-    if any(not x.is_contiguous() or x.dtype is not heads.dtype for x in (cos, sin, keys, values, *weights)):
+    if any(not x.is_contiguous() or x.dtype is not heads.dtype for x in (cos, sin, keys, values)):
+        return None
+    if any(not x.is_contiguous() or x.dtype not in (heads.dtype, torch.float32) for x in weights):
         return None
     if rows * kv_heads * splits > scratch.programs or size > scratch.size or splits > MOST_SPLITS:
         raise ValueError(f"{rows} rows of {kv_heads} key heads in {splits} splits are more than the scratch is for")

@@ -314,14 +314,14 @@ def _normed(x: Tensor, norm: Tensor, eps: float, deterministic: bool) -> tuple[T
     """What the kernel is to read and to scale by. float16 might not hold the stream times the norm's weight. Many rows
     are normed once, and so are all where they must be treated alike."""
     within = x.dtype is torch.bfloat16 and x.shape[0] <= NORMED and not deterministic
-    return (x, norm) if within else (cuda.add_rms_norm(x, None, norm, eps), None)
+    return (x, norm) if within else (cuda.add_rms_norm(x, None, norm, eps, x.dtype), None)
 
 
 def norm_linear(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
 ) -> Tensor | None:
     found = _cut(x, weight, bias, False, deterministic)
-    if found is None or norm.dtype is not x.dtype:
+    if found is None or norm.dtype not in (x.dtype, torch.float32):
         return None
     out = x.new_empty((x.shape[0], weight.shape[0]))
     read, scale = _normed(x, norm, eps, deterministic)
@@ -333,7 +333,7 @@ def norm_gate_up(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
 ) -> Tensor | None:
     found = _cut(x, weight, bias, True, deterministic)
-    if found is None or norm.dtype is not x.dtype:
+    if found is None or norm.dtype not in (x.dtype, torch.float32):
         return None
     out = x.new_empty((x.shape[0], weight.shape[0] // 2))
     read, scale = _normed(x, norm, eps, deterministic)

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["HeadNorms", "add_rms_norm", "composed", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+__all__ = [
+    "HeadNorms",
+    "add_rms_norm",
+    "composed",
+    "rotate",
+    "rotate_store",
+    "rotation",
+    "sigmoid_mul",
+    "silu_mul",
+    "store_rows",
+]
 
 RotateStore = Callable[
     [Tensor, int, Tensor, Tensor, "HeadNorms | None", Tensor | None, Tensor | None, Tensor | None],
@@ -18,27 +28,34 @@ RotateStore = Callable[
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms over each head of q and of k: weights ``[head_dim]`` and the epsilon that both use."""
+    """RMS norms over each head of q and of k: weights ``[head_dim]`` (the heads' dtype or float32) and the epsilon that
+    both use."""
 
     q: Tensor
     k: Tensor
     eps: float
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
     if delta is not None:
         residual.add_(delta)
-    if residual.is_cuda and residual.dtype == weight.dtype:
+    if residual.is_cuda and residual.dtype == weight.dtype and dtype in (None, weight.dtype):
         return F.rms_norm(residual, weight.shape, weight, eps)
     # The mean of squares is taken in float32 whatever the dtype. torch's own rms_norm is seven kernels on the CPU.
     length = torch.linalg.vector_norm(residual, 2, -1, keepdim=True, dtype=torch.float32)
     scale = torch.rsqrt(length.square().div_(weight.shape[0]).add_(eps))
-    return torch.mul(residual, scale).to(weight.dtype).mul_(weight)
+    return torch.mul(residual, scale).to(weight.dtype).mul_(weight).to(dtype or weight.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    return gate.sigmoid().mul_(x)
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,8 +70,11 @@ def store_rows(keys: Tensor, values: Tensor, places: Tensor, k: Tensor, v: Tenso
     values.index_copy_(0, places, v.reshape(shape).to(values.dtype))
 
 
-def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = torch.outer(positions.to(torch.float32), inverse).unsqueeze(1)
+def rotation(
+    positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    places = positions.unsqueeze(1) if axes is None else positions.t().index_select(1, axes)
+    angles = (places.to(torch.float32) * inverse).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
         cos, sin = cos.mul_(scale), sin.mul_(scale)
@@ -62,7 +82,7 @@ def rotation(positions: Tensor, inverse: Tensor, scale: float, dtype: torch.dtyp
 
 
 def composed(
-    norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor],
+    norm: Callable[[Tensor, Tensor | None, Tensor, float, torch.dtype], Tensor],
     turn: Callable[[Tensor, int, Tensor, Tensor], Tensor],
     store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
 ) -> RotateStore:
@@ -82,7 +102,9 @@ def composed(
         v = heads[:, turning:]
         if norms is not None:
             q, k = heads[:, :q_heads], heads[:, q_heads:turning]
-            heads = torch.cat((norm(q, None, norms.q, norms.eps), norm(k, None, norms.k, norms.eps)), 1)
+            heads = torch.cat(
+                (norm(q, None, norms.q, norms.eps, q.dtype), norm(k, None, norms.k, norms.eps, k.dtype)), 1
+            )
         turned = turn(heads, turning, cos, sin)
         q, k = turned[:, :q_heads], turned[:, q_heads:]
         if keys is not None and values is not None and places is not None:

@@ -171,7 +171,7 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def plan_ragged(self, lengths: Sequence[int], stage: Stage, key: str) -> RaggedPlan:
         """Plan attention within segments of these *lengths*; *stage* and *key* as in :meth:`plan_kv`. On a lane as many
-        segments as it has rows, of which some may be empty."""
+        segments in each step, of which some may be empty."""
 
 
 def pick_backend(

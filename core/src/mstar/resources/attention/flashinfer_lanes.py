@@ -27,22 +27,22 @@ __all__ = ["LaneBeside", "LaneSegments"]
 
 
 class LaneSegments(RaggedPlan):
-    """Attention within the rows of a lane."""
+    """Attention within the rows of a lane, or within segments, as many in each step."""
 
     def __init__(self, backend: FlashInferAttention, key: str):
         self._backend, self._key = backend, key
         self._kernels: dict[tuple[Shape, Combination], Kernel] = {}
 
     def refill(self, lengths: npt.NDArray[np.int64], stage: Stage) -> None:
-        """Plan the lane's next step, of rows of *lengths* that add up to the lane's tokens."""
+        """Plan the lane's next step, of segments of *lengths* that add up to the lane's tokens."""
         lane = stage.lane
         assert lane is not None
-        if len(lengths) != lane.rows or lengths.sum() != lane.tokens:
+        if lengths.sum() != lane.tokens:
             raise ValueError(f"a captured step of {self._key!r} has {lane.tokens} items, not {lengths.tolist()}")
-        starts = np.zeros(lane.rows + 1, np.int32)
+        starts = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=starts[1:])
         packed = np.concatenate((starts, starts))
-        self._pages = PageList(lane.rows, lane.tokens, packed, lengths.astype(np.int32))
+        self._pages = PageList(len(lengths), lane.tokens, packed, lengths.astype(np.int32))
         self._starts = stage.put(f"{self._key}.segments", starts)
         for kernel in self._kernels.values():
             kernel.plan(self._pages, self)

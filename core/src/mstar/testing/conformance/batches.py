@@ -42,6 +42,24 @@ class BatchChecks:
             driver.run()
         mstar_model.check_same(driver, asked, "because other requests ran before it on the same worker")
 
+    def test_prompts_that_begin_alike(self, mstar_model: Subject) -> None:
+        """Prompts whose head a worker knows from others give what they give on a worker that knows nothing."""
+        driver = mstar_model.driver()
+        for number, example in enumerate(mstar_model.examples(2, seed=48).values()):
+            longer = replace(example, text=f"{example.text} {example.text}")
+            asked = {f"{name}{number}": each for name, each in (("one", longer), ("again", longer), ("head", example))}
+            if example.text and example.text != longer.text:
+                parted = f"{example.text} {example.text[: len(example.text) // 2]}{example.text[::-1]}"
+                asked[f"parted{number}"] = replace(example, text=parted)
+            for request, each in [*asked.items()]:
+                try:
+                    driver.submit(request, each)
+                except RequestError:  # a text that nobody would draw
+                    del asked[request]
+                driver.run()
+            mstar_model.check_same(driver, asked, "because prompts before it on the same worker began alike")
+        mstar_model.check_empty(driver, "requests with prompts that begin alike ended")
+
     def test_batch_invariance(self, mstar_model: Subject) -> None:
         """A request alone and the same request among others of mixed lengths give the same."""
         driver = mstar_model.driver()

@@ -19,6 +19,7 @@ from mstar.testing.miniatures.common import FPS, RATE, VOCAB, Example, Miniature
 __all__ = ["MINIATURES", "VOCAB"]
 
 PRIME = 97  # modulus of the hybrid's recurrence
+HYBRID_LAYERS = 2
 BLANK = 4  # the transducer's blanks: multiples of this
 STEPS_PER_CALL = 5
 TAPS = (1.0, 0.5, 0.25)  # the codec's filter, newest code first
@@ -36,6 +37,7 @@ HUSH = VOCAB  # the label of silence
 LABEL_S = 0.02  # seconds a label
 HOP = 40  # samples in which the live transcriber sees one level
 HOPS = 4  # of them a label
+PATCHES = 2  # of a picture, to an embedding
 PAUSE = 5  # labels of silence that end a word
 
 
@@ -56,14 +58,20 @@ def continue_sum(ids: list[int], count: int, extra: int = 0) -> list[int]:
 
 
 def hybrid_answer(ids: list[int], count: int) -> list[int]:
-    """Sum of the context plus the state of ``s ← 2s + id mod 97``."""
-    context, state, out = list(ids), 0, []
-    for token in ids:
-        state = (2 * state + token) % PRIME
+    """Sum of the context, plus in each layer, where ids are shifted by its number, the state of ``s ← 2s + id mod 97``
+    and the token that came after the last one when that came before."""
+    context, out = list(ids), []
     for _ in range(count):
-        out.append((sum(context) + state) % VOCAB)
+        token = sum(context)
+        for layer in range(HYBRID_LAYERS):
+            state, follower = 0, {}
+            shifted = [(each + layer) % VOCAB for each in context]
+            for before, each in zip([-1, *shifted], shifted, strict=False):
+                state = (2 * state + each) % PRIME
+                follower[before] = each
+            token += state + follower.get(shifted[-1], 0)
+        out.append(token % VOCAB)
         context.append(out[-1])
-        state = (2 * state + out[-1]) % PRIME
     return out
 
 
@@ -93,6 +101,16 @@ def scribe_answer(samples: np.ndarray) -> str:
     heard = [int(np.rint(level * 2 * VOCAB)) - 1 for level in samples[HOP * HOPS // 2 :: HOP * HOPS]]
     words = "".join("\n" if label < 0 else decode([label]) for label in heard)
     return re.sub("\n+", " ", words.strip("\n"))
+
+
+def picture_size(letter: int) -> int:
+    """Embeddings of the picture that stands for a capital letter's id; 0 for what is text."""
+    return 1 + letter % 4 if decode([letter]).isupper() else 0
+
+
+def look_answer(ids: list[int], count: int) -> list[int]:
+    """A picture is its letter, as often as it has embeddings."""
+    return continue_sum([token for token in ids for _ in range(picture_size(token) or 1)], count)
 
 
 def embed_answer(ids: list[int]) -> np.ndarray:
@@ -263,6 +281,12 @@ def _text_example(rng: random.Random) -> Example:
     return Example(_text(rng), knobs)
 
 
+def _look_example(rng: random.Random) -> Example:
+    example = _text_example(rng)
+    text = "".join(rng.choice("ABCDE") if rng.random() < 0.3 else char for char in example.text)
+    return Example(text, example.knobs)
+
+
 def _plain_example(rng: random.Random) -> Example:
     return Example(_text(rng))
 
@@ -360,6 +384,16 @@ MINIATURES = (
         _text_example,
         lambda e: {"text": decode(_sums(e))},
         abilities=_LANGUAGE,
+    ),
+    Miniature(
+        "mini_look",
+        "shape 1: text with pictures among it, encoded in pieces and kept by content",
+        _MODELS + "looking:Look",
+        _TEXT,
+        _look_example,
+        lambda e: {"text": decode(_stopped(look_answer(encode(e.text), _count(e)), e))},
+        abilities=_LANGUAGE,
+        prepare=_PROCESSORS + "LookProcessor",
     ),
     Miniature(
         "mini_seq2seq",

@@ -15,11 +15,13 @@ from mstar.spec.request import Emit, Push
 from mstar.spec.tasks import Audio, ChatTask, ImageTask, SpeechTask, Task, VideoTask
 from mstar.testing.miniatures.catalog import (
     LOUDNESS,
+    PATCHES,
     PIECE,
     VIDEO_SIZE,
     canvas_for,
     latent_for,
     picture_of,
+    picture_size,
     pictures,
     voice_ids,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "DuplexProcessor",
     "IdFramesProcessor",
     "LiveProcessor",
+    "LookProcessor",
     "Seq2SeqProcessor",
     "SpeechProcessor",
     "UnifiedProcessor",
@@ -41,6 +44,24 @@ __all__ = [
 class Seq2SeqProcessor(MiniProcessor):
     def inputs(self, task: Task) -> dict[str, Any]:
         return {**super().inputs(task), "start": np.zeros(1, dtype=np.int64)}
+
+
+class LookProcessor(MiniProcessor):
+    """Capital letters are pictures."""
+
+    def inputs(self, task: Task) -> dict[str, Any]:
+        ids = super().inputs(task)["prompt"]
+        sizes = [picture_size(int(token)) for token in ids]
+        letters = [(int(token), size) for token, size in zip(ids, sizes, strict=True) if size]
+        if not letters:
+            return {"prompt": ids}
+        shown = [np.full(size, -1 - token) if size else [token] for token, size in zip(ids, sizes, strict=True)]
+        patches = [token + np.resize((-1, 1), PATCHES * size) for token, size in letters]
+        return {
+            "prompt": np.concatenate(shown),
+            "patches": np.concatenate(patches).astype(np.uint8),
+            "pieces": np.array([(PATCHES * size, size, token, token) for token, size in letters], np.int64),
+        }
 
 
 class IdFramesProcessor(MiniProcessor):

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from mstar.nn.model import Demand, Model, Outcome, Run
 from mstar.nn.node import Node, Step
+from mstar.nn.ops import delta
+from mstar.nn.ops.delta import Spans
 from mstar.patterns.encoder_decoder import EncoderDecoder, EncoderDecoderFacts
 from mstar.patterns.shapes import DecoderShape
 from mstar.spec.graph import CLIENT, Call, Entry, Graph, Loop, NodeSpec, Partition, Port, Seq, Stream, TokenStop
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, RecurrentState, ResourceSpec, Sampler
-from mstar.testing.miniatures.catalog import PRIME, VOCAB
+from mstar.testing.miniatures.catalog import HYBRID_LAYERS, PRIME, VOCAB
 from mstar.testing.miniatures.common import vocabulary
 
 __all__ = ["Chat", "Hybrid", "Planner", "Seq2Seq"]
@@ -149,25 +151,50 @@ class Seq2Seq(EncoderDecoder):
 
 
 class HybridNode(Node):
-    """A recurrence ``s ← 2s + id mod 97`` in a state slot beside attention's sum. Over a row of T tokens that is
-    ``2^T s + Σ 2^(T-1-i) id_i``: nothing of it needs the rows' lengths on the host."""
+    """Two recurrences in a state slot beside attention's sum, in each of *HYBRID_LAYERS* layers, where ids are shifted
+    by the layer's number.
+
+    *s*: ``s ← 2s + id mod 97``. Over a row of T tokens that is ``2^T s + Σ 2^(T-1-i) id_i``: nothing of it needs the
+    rows' lengths on the host. *matrix*: a gated delta net that keeps under each token the one that came after it last;
+    its convolution gives the keys one token late.
+    """
 
     powers: Tensor
+    taps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("powers", torch.tensor([pow(2, k, PRIME) for k in range(PRIME - 1)]), persistent=False)
+        taps = torch.zeros(3, VOCAB, 4)
+        taps[[0, 2], :, 3] = taps[1, :, 2] = 1  # queries and values: this token; keys: the one before
+        self.register_buffer("taps", taps.flatten(0, 1), persistent=False)
 
     def forward(self, step: Step, ids: Tensor) -> dict[str, Any]:
-        sums = context_sums(step, ids)[step.last]
+        token = context_sums(step, ids)[step.last]
+        spans = Spans(step.offsets, ids.shape[0])
+        for layer in range(HYBRID_LAYERS):
+            shifted = (ids + layer) % VOCAB
+            token = token + self._recurrence(step, spans, shifted, layer) + self._recall(step, spans, shifted, layer)
+        return {"token": step["sampler"].sample(token_logits(token % VOCAB))}
+
+    def _recurrence(self, step: Step, spans: Spans, ids: Tensor, layer: int) -> Tensor:
         place = torch.arange(ids.shape[0], device=ids.device)
-        row = torch.bucketize(place, step.offsets[1:], right=True)
-        terms = self._power(step.offsets[1:][row] - 1 - place) * ids
-        state = step["state"].read("s")[:, 0] * self._power(step.offsets.diff())
-        state = state.index_add(0, row, terms) % PRIME
-        step["state"].write("s", state[:, None])
-        token = (sums + state) % VOCAB
-        return {"token": step["sampler"].sample(token_logits(token))}
+        terms = self._power(step.offsets[1:][spans.row_of] - 1 - place) * ids
+        state: Tensor = step["state"].read("s", layer)[:, 0] * self._power(step.offsets.diff())
+        state = state.index_add(0, spans.row_of, terms) % PRIME
+        step["state"].write("s", state[:, None], layer)
+        return state
+
+    def _recall(self, step: Step, spans: Spans, ids: Tensor, layer: int) -> Tensor:
+        """The token that followed each row's last one when that came last; 0 if it never did."""
+        hot = one_hot(ids, step.dtype).expand(-1, 3, -1).flatten(1)
+        gate = hot.new_full((ids.shape[0], 1), 60.0)  # nothing fades, and all is overwritten
+        none = hot.new_zeros(1)
+        window, matrix = step["state"].slots("window", layer), step["state"].slots("matrix", layer)
+        found = delta.gated_delta_net(hot, -gate, gate, self.taps, none, none, spans, window, matrix)
+        one = torch.nn.functional.silu(torch.ones(())).item() * VOCAB**-0.5
+        followers: Tensor = id_sum(found[step.last, 0] / one).round().long()
+        return followers
 
     def _power(self, exponents: Tensor) -> Tensor:
         """Powers of 2, which repeat after ``PRIME - 1``."""
@@ -175,15 +202,11 @@ class HybridNode(Node):
 
 
 class Hybrid(Chat):
-    """Shape 8: recurrent and attention layers in one node. No prefix reuse: the recurrence keeps no checkpoints."""
+    """Shape 8: recurrent and attention layers in one node. Prompts are shared where a state is kept."""
 
     def graph(self) -> Graph:
         entry = Entry(
-            inputs=(IDS,),
-            outputs=(TOKEN,),
-            chunk="ids",
-            resources=("kv", "positions", "state", "sampler"),
-            prefix=True,  # asked for, and refused by the state resource
+            inputs=(IDS,), outputs=(TOKEN,), chunk="ids", resources=("kv", "positions", "state", "sampler"), prefix=True
         )
         return Graph(
             nodes=(NodeSpec("lm", (entry,)),),
@@ -194,7 +217,13 @@ class Hybrid(Chat):
         )
 
     def resources(self) -> Mapping[str, ResourceSpec]:
-        return {**super().resources(), "state": RecurrentState({"s": ((1,), "int64")})}
+        tensors = {
+            "s": ((1,), "int64"),
+            "window": ((3 * VOCAB, 3), "model"),
+            "matrix": ((1, VOCAB, VOCAB), "state"),
+        }
+        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_tokens=16)
+        return {**super().resources(), "state": state}
 
     def build(self, node: str) -> Node:
         return HybridNode()

@@ -39,14 +39,25 @@ def heads_by_layer(tokens: WhisperTokens, layers: int, heads: int) -> dict[int, 
     return found
 
 
-def attention_weights(q: Tensor, keys: Tensor, heads: Sequence[int], positions: int) -> Tensor:
-    """How much each token attends to each of the first *positions*, float32 ``[heads, tokens, positions]``.
+def attention_weights(q: Tensor, keys: Tensor, heads: Sequence[int], positions: int, rank: int = 0) -> Tensor:
+    """How much each token attends to each of the first *positions*, float32 ``[heads, tokens, positions]``; zeros for
+    those of *heads* that another rank has.
 
-    :param q: ``[tokens, heads, head_dim]``. :param keys: ``[memory, heads, head_dim]``.
+    :param q: ``[tokens, own heads, head_dim]``. :param keys: ``[memory, own heads, head_dim]``. :param rank: so many
+        times as many heads stand before the own ones.
     """
-    own, other = q[:, heads].float(), keys[:positions, heads].float()
+    first, count = rank * q.shape[1], q.shape[1]
+    held = [place for place, head in enumerate(heads) if first <= head < first + count]
+    local = [heads[place] - first for place in held]
+    own, other = q[:, local].float(), keys[:positions, local].float()
     scores: Tensor = torch.einsum("qhd,khd->hqk", own, other) * q.shape[-1] ** -0.5
-    return scores.softmax(-1)
+    weights = scores.softmax(-1)
+    if len(held) == len(heads):
+        return weights
+    found = weights.new_zeros(len(heads), *weights.shape[1:])
+    for place, own_weights in zip(held, weights, strict=True):
+        found[place] = own_weights
+    return found
 
 
 def median(x: Tensor, width: int = _MEDIAN) -> Tensor:

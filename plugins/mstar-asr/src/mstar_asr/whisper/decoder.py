@@ -28,9 +28,9 @@ Look = Callable[[int, Tensor], Tensor]
 class _SelfAttention(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        self.heads = heads
         self.qkv_proj = QKVLinear(hidden, heads, heads, hidden // heads, bias=("q_proj", "v_proj"))
-        self.out_proj = RowLinear(hidden, hidden, bias=True)
+        self.heads = self.qkv_proj.heads
+        self.out_proj = RowLinear(hidden, hidden, bias=True, unit=hidden // heads)
 
     def forward(self, x: Tensor, layer: int, mix: Mix) -> Tensor:
         q, k, v = self.qkv_proj(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
@@ -40,10 +40,11 @@ class _SelfAttention(nn.Module):
 class _CrossAttention(nn.Module):
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        self.heads = heads
-        self.q_proj = ColumnLinear(hidden, hidden, bias=True)
-        self.kv_proj = MergedLinear(hidden, {"k_proj": hidden, "v_proj": hidden}, bias=("v_proj",))
-        self.out_proj = RowLinear(hidden, hidden, bias=True)
+        head_dim = hidden // heads
+        self.q_proj = ColumnLinear(hidden, hidden, bias=True, unit=head_dim)
+        self.kv_proj = MergedLinear(hidden, {"k_proj": hidden, "v_proj": hidden}, bias=("v_proj",), unit=head_dim)
+        self.heads = self.q_proj.out_features // head_dim
+        self.out_proj = RowLinear(hidden, hidden, bias=True, unit=head_dim)
 
     def remember(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[N, heads, head_dim]`` of *memory* ``[N, hidden]``."""
@@ -77,6 +78,8 @@ class _Layer(nn.Module):
 class Decoder(Node):
     """Entries: ``prime`` writes the memory's keys and values once, ``detect`` names the language, ``begin`` reads the
     prompt and gives the first token, ``forward`` the others, ``align`` tells when each was said."""
+
+    tensor_parallel = True
 
     def __init__(self, config: WhisperConfig, tokens: WhisperTokens):
         super().__init__()
@@ -218,6 +221,7 @@ class Decoder(Node):
         """The stream of *texts* one after the other, each by itself, and what the alignment heads look at in each: of
         the first so many *positions* of its memory ``[heads, tokens, positions]``."""
         lengths, device = [len(text) for text in texts], step.device
+        tp = self.head.tp
         ids = torch.tensor([token for text in texts for token in text], device=device)
         places = torch.cat([torch.arange(length, device=device) for length in lengths])
         wanted = alignment.heads_by_layer(self.tokens, self.config.decoder_layers, self.config.decoder_heads)
@@ -231,8 +235,8 @@ class Decoder(Node):
         def look(layer: int, q: Tensor) -> Tensor:
             if layer in wanted:
                 for row, (own, count) in enumerate(zip(torch.split(q, lengths), positions, strict=True)):
-                    keys = cross.keys(layer, row)
-                    seen[row].append(alignment.attention_weights(own, keys, wanted[layer], count))
+                    found = alignment.attention_weights(own, cross.keys(layer, row), wanted[layer], count, tp.rank)
+                    seen[row].append(tp.all_reduce(found))
             mixed: Tensor = cross.attend(layer, q, lengths)
             return mixed
 

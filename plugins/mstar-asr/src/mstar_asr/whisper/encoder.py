@@ -19,9 +19,9 @@ class _Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
-        self.heads = heads
         self.qkv_proj = QKVLinear(hidden, heads, heads, hidden // heads, bias=("q_proj", "v_proj"))
-        self.out_proj = RowLinear(hidden, hidden, bias=True)
+        self.heads = self.qkv_proj.heads
+        self.out_proj = RowLinear(hidden, hidden, bias=True, unit=hidden // heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """*x*: normed ``[rows, positions, hidden]``."""
@@ -51,6 +51,8 @@ class _Layer(nn.Module):
 class Encoder(Node):
     """Spectrogram, two convolutions and transformer layers. Every window has the same length, so a step of so many
     windows is the same sequence of operations each time and can be captured."""
+
+    tensor_parallel = True
 
     def __init__(self, config: WhisperConfig):
         super().__init__()

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mstar.nn.sequence import SequenceShards
+
 __all__ = ["AxesRope", "Turn", "grid", "line"]
 
 
@@ -33,6 +35,10 @@ class Turn(NamedTuple):
         """The turns of these tokens and those of *others*, one after the other."""
         parts = (self, *others)
         return Turn(torch.cat([part.cos for part in parts]), torch.cat([part.sin for part in parts]))
+
+    def own(self, shards: SequenceShards, part: int) -> Turn:
+        """The turns of this rank's stretch of part *part*, which these are."""
+        return Turn(shards.own(self.cos, part, 0), shards.own(self.sin, part, 0))
 
 
 class AxesRope(nn.Module):

@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstar.nn.linear import Linear, MergedLinear
+from mstar.nn.linear import Linear, MergedLinear, QKVLinear, RowLinear
+from mstar.nn.mesh import current_mesh
 from mstar.nn.node import Node, Step
+from mstar.nn.sequence import SequenceShards
 from mstar.spec.errors import SetupError
 from mstar_diffusion.dit.attention import attend, attention_by
 from mstar_diffusion.dit.feed_forward import SwiGLU
@@ -103,14 +105,16 @@ class ZImageConfig:
 class Attention(nn.Module):
     def __init__(self, config: ZImageConfig):
         super().__init__()
-        dim, self.heads = config.dim, config.heads
-        self.to_qkv = MergedLinear(dim, {"to_q": dim, "to_k": dim, "to_v": dim})
-        self.norm_q, self.norm_k = (nn.RMSNorm(dim // config.heads, _HEAD_EPS) for _ in range(2))
-        self.to_out = nn.ModuleList([Linear(dim, dim)])
+        dim, head = config.dim, config.dim // config.heads
+        self.to_qkv = QKVLinear(dim, config.heads, config.heads, head, names=("to_q", "to_k", "to_v"))
+        self.heads = self.to_qkv.heads
+        self.norm_q, self.norm_k = (nn.RMSNorm(head, _HEAD_EPS) for _ in range(2))
+        self.to_out = nn.ModuleList([RowLinear(dim, dim, unit=head)])
 
-    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
         q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        mixed = attend(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v)
+        q, k = turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k))
+        mixed = attend(q, k, v) if shards is None else shards.attend(attend, q, k, v)
         return self.to_out[0](mixed.flatten(2))  # type: ignore[no-any-return]
 
 
@@ -120,7 +124,7 @@ class FeedForward(nn.Module):
         hidden = int(dim / 3 * 8)
         self.w13 = MergedLinear(dim, {"w1": hidden, "w3": hidden})
         self.act = SwiGLU()
-        self.w2 = Linear(hidden, dim)
+        self.w2 = RowLinear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(self.act(self.w13(x)))  # type: ignore[no-any-return]
@@ -139,14 +143,17 @@ class Block(nn.Module):
         time = min(config.dim, _TIME)
         self.adaLN_modulation = nn.ModuleList([Linear(time, 4 * config.dim, bias=True)] if modulated else [])
 
-    def forward(self, x: Tensor, turn: Turn, time: Tensor | None = None) -> Tensor:
-        """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``."""
+    def forward(
+        self, x: Tensor, turn: Turn, time: Tensor | None = None, shards: SequenceShards | None = None
+    ) -> Tensor:
+        """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``. *shards*: of which sequence these are a rank's tokens;
+        ``None``: they are all."""
         if time is None:
-            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), turn))
+            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), turn, shards))
             return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))  # type: ignore[no-any-return]
         vectors = self.adaLN_modulation[0](time)[:, None].chunk(4, -1)
         (scale, mlp_scale), (gate, mlp_gate) = (1 + vectors[0], 1 + vectors[2]), (vectors[1].tanh(), vectors[3].tanh())
-        x = x + gate * self.attention_norm2(self.attention(self.attention_norm1(x) * scale, turn))
+        x = x + gate * self.attention_norm2(self.attention(self.attention_norm1(x) * scale, turn, shards))
         return x + mlp_gate * self.ffn_norm2(self.feed_forward(self.ffn_norm1(x) * mlp_scale))  # type: ignore[no-any-return]
 
 
@@ -182,11 +189,17 @@ class ZImageDit(Node):
     """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, its channels last.
 
     :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+
+    Sequence parallelism divides picture and caption, each by itself; what is made of the caption alone
+    (:meth:`prepare`), once a picture, every rank makes for itself.
     """
+
+    tensor_parallel = True
+    sequence_parallel = True
 
     def __init__(self, config: ZImageConfig, attention: str = "sdpa"):
         super().__init__()
-        self.config, self.backend = config, attention
+        self.config, self.backend, self.sp = config, attention, current_mesh().sp
         dim = config.dim
         self.all_x_embedder = nn.ModuleDict({"2-1": Linear(config.token, dim, True)})
         self.all_final_layer = nn.ModuleDict({"2-1": FinalLayer(config)})
@@ -253,12 +266,17 @@ class ZImageDit(Node):
         x = torch.cat((x, self.x_pad_token.expand(x.shape[0], padding, -1)), 1) if padding else x
         places = grid(height, width, x.device, before=(prompt.shape[1] + 1,))
         turn = self.rope(F.pad(places, (0, 0, 0, padding)))
+        picture = SequenceShards((points + padding,), self.sp)
+        both = picture.beside(prompt.shape[1])
+        divided = self.sp.size > 1
+        x, turn = picture.own(x), turn.own(picture, 0)
         for block in self.noise_refiner:
-            x = block(x, turn, time)
-        x, turn = torch.cat((x, prompt), 1), turn.join(self._caption_turn(prompt))
+            x = block(x, turn, time, picture if divided else None)
+        x, turn = torch.cat((x, both.own(prompt, 1)), 1), turn.join(self._caption_turn(prompt).own(both, 1))
         for block in self.layers:
-            x = block(x, turn, time)
-        return self.all_final_layer["2-1"](x, time)[:, :points].unflatten(1, (height, width))  # type: ignore[no-any-return]
+            x = block(x, turn, time, both if divided else None)
+        flow = both.whole(self.all_final_layer["2-1"](x, time))
+        return flow[:, :points].unflatten(1, (height, width))  # type: ignore[no-any-return, no-untyped-call]
 
     def _caption_turn(self, caption: Tensor) -> Turn:
         return self.rope(line(caption.shape[1], 3, 0, caption.device, start=1))  # type: ignore[no-any-return]

@@ -70,9 +70,9 @@ _CLASSES = {
 }
 
 
-def write(folder: Path) -> None:
-    """Write the parts of a Z-Image pipeline into *folder*."""
-    configs = {"transformer": TRANSFORMER, "vae": VAE, "scheduler": SCHEDULER}
+def write(folder: Path, **transformer: Any) -> None:
+    """Write the parts of a Z-Image pipeline into *folder*. *transformer*: other sizes of its denoiser."""
+    configs = {"transformer": TRANSFORMER | transformer, "vae": VAE, "scheduler": SCHEDULER}
     vae = VaeConfig.read(VAE)
     with torch.device("meta"):
         encoder = Encoder(3, vae.latent, vae.widths, vae.layers, vae.groups)

@@ -41,7 +41,9 @@ class KokoroOptions(WatermarkOptions):
     lang_code: LangCode | None = Field(
         None, description="The language of requests that name none, instead of their voice's."
     )
-    default_voice: str = Field("af_heart", max_length=80, description="The voice of requests that name none.")
+    default_voice: str = Field(
+        "af_heart", max_length=80, description="The voice of requests that name none, or a blend."
+    )
     espeak_fallback: bool = Field(
         True, description="Let espeak-ng pronounce the English words that misaki does not know.", strict=True
     )

@@ -48,18 +48,20 @@ class Voices:
         return list(self._files)
 
     def default(self, preferred: str) -> str:
-        """*preferred*, or where the folder has none of this name the first voice, which the log says.
+        """*preferred*, a voice or a blend, or where the folder has none of this name the first voice, which the log
+        says.
 
         :raises WeightsError: there is no voice at all.
         """
         if not self._files:
             raise WeightsError("the weights' folder has no voices (voices/NAME.pt or voices/NAME.bin)")
-        if preferred in self._files:
-            return preferred
-        first = next(iter(self._files))
-        hint = nearest(preferred, self._files)
-        log.warning("default_voice: there is no voice %r%s; %r speaks instead", preferred, hint, first)
-        return first
+        try:
+            self.blend(preferred, "default_voice")
+        except RequestError as error:
+            first = next(iter(self._files))
+            log.warning("%s; %r speaks instead", error, first)
+            return first
+        return preferred
 
     def describe(self, name: str) -> Voice:
         """What the name tells: the language's letter, then the gender's."""

@@ -1,0 +1,220 @@
+"""The gated delta rule over rows of many tokens, as two Triton kernels.
+
+What a token adds to the matrix depends on what those before it added. Within a chunk of 64 tokens that is a triangular
+system, whose solution is linear in the matrix before the chunk (arXiv:2406.06484 section 3, with the decay of
+arXiv:2412.06464 section 3.3): ``new = u − w S``. :func:`_prepare` computes u and w, and what else of a chunk does not
+depend on the matrix, for all chunks at once; :func:`_scan` takes each row's matrix through its chunks.
+
+Sums, the triangular system and the matrix are float32; factors of the large products have the dtype of the values, as
+in flash-linear-attention's kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mstar.nn.ops import pdl
+from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
+
+__all__ = ["gates", "rule", "takes", "takes_rows"]
+
+_SIZES = (16, 32, 64, 128)
+_COLUMNS = 32
+"""Columns of a matrix that one program takes through a row's chunks."""
+
+
+_AMPLE = 160 << 10
+"""Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
+_PRECISION = "tf32x3"
+"""Of products of float32: three on tensor cores, nearly exact."""
+
+
+def takes(pool: Tensor) -> bool:
+    """Whether there are kernels for matrices in *pool* ``[places, heads, K, V]``."""
+    return pool.shape[2] in _SIZES and pool.shape[3] in _SIZES
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether rows of many tokens with such inputs fit into the memory of the device's processors."""
+    return x.dtype is not torch.float32 or _ample(x.device)
+
+
+@cache
+def _ample(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return memory >= _AMPLE
+
+
+@triton.jit
+def gates(a, b, a_log, dt_bias):
+    """The logarithm of what a head keeps, and how much of a correction it takes over."""
+    x = a.to(tl.float32) + dt_bias.to(tl.float32)
+    soft = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
+    beta = 1 / (1 + tl.exp(-b.to(tl.float32)))
+    return -tl.exp(a_log.to(tl.float32)) * soft, beta.to(b.dtype).to(tl.float32)
+
+
+@triton.jit
+def _inverse(lower, chunk: tl.constexpr, precision: tl.constexpr):
+    """``(1 + lower)⁻¹`` of a strictly lower triangular matrix: by substitution within blocks of 16 on the diagonal, all
+    of them at once, then twice from blocks to blocks of double the size."""
+    at = tl.arange(0, chunk)
+    i, j = at[:, None], at[None, :]
+    found = tl.where(i // 16 == j // 16, -lower, 0.0)
+    for line in range(1, 16):
+        mine = i % 16 == line
+        row = tl.sum(tl.where(mine, found, 0.0), 0)  # of each block its line, side by side
+        row += tl.sum(row[:, None] * found, 0)
+        found = tl.where(mine & (i // 16 == j // 16), row[None, :], found)
+    found += tl.where(i == j, 1.0, 0.0)
+    found = _joined(found, lower, i, j, 16, precision)
+    return _joined(found, lower, i, j, 32, precision)
+
+
+@triton.jit
+def _joined(found, lower, i, j, size: tl.constexpr, precision: tl.constexpr):
+    """Inverses of blocks of *size* on the diagonal made those of blocks of double the size."""
+    below = (i // size == j // size + 1) & (i // (2 * size) == j // (2 * size))
+    step = tl.dot(found, tl.where(below, lower, 0.0), input_precision=precision)
+    return found - tl.dot(step, found, input_precision=precision)
+
+
+@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["a", "b", "table"])
+def _prepare(
+    q, k, v, a, b, a_log, dt_bias, table, solved, reads, seeing, writes, within, left, most,
+    q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr,
+    b_stride: tl.constexpr, group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
+    chunk: tl.constexpr, raw: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* w ``[K]``, *seeing*
+    ``[K]`` queries for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
+    weights of the chunk's tokens; *left* ``[chunks, heads]``: what remains of the matrix before.
+
+    :param raw: *a* and *b* are a layer's, of which gates are made; else they are the gates.
+    """
+    pdl.begin(early)
+    number = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(table + number).to(tl.int64)
+    count = tl.load(table + most + number)
+    if count == 0:
+        return
+    at = tl.arange(0, chunk)
+    at_k, at_v = tl.arange(0, key)[None, :], tl.arange(0, value)[None, :]
+    real = at < count
+    token = first + at
+    inside = real[:, None]
+    keys = tl.load(k + token[:, None] * k_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
+    keys = keys * (1 / tl.sqrt_rn(tl.sum(keys * keys, 1) + 1e-6))[:, None]
+    g = tl.load(a + token * a_stride + head, mask=real, other=0)
+    beta = tl.load(b + token * b_stride + head, mask=real, other=0)
+    if raw:
+        g, beta = gates(g, beta, tl.load(a_log + head), tl.load(dt_bias + head))
+    g, beta = tl.where(real, g.to(tl.float32), 0.0), tl.where(real, beta.to(tl.float32), 0.0)
+    decay = tl.cumsum(g, 0)
+    total = tl.sum(g, 0)
+    earlier = at[:, None] >= at[None, :]
+    between = tl.where(earlier, tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    dtype = solved.dtype.element_ty
+    k_small = keys.to(dtype)
+    place = (token * v_heads + head)[:, None]
+    # The largest tiles one after the other: all of them at once would not fit into the registers.
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
+    if count > 1:
+        own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision)
+    inverse = inverse.to(dtype)
+    values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
+    u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
+    tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
+    w = tl.dot(inverse, (keys * (beta * tl.exp(decay))[:, None]).to(dtype), input_precision=precision)
+    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
+    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
+    tl.store(left + number * v_heads + head, tl.exp(total))
+    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
+    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
+    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
+    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
+    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["most"], do_not_specialize_on_alignment=["table", "first_chunks", "state_source", "state_target"]
+)
+def _scan(
+    solved, reads, seeing, writes, within, left, table, first_chunks, states, state_source, state_target, out, most,
+    state_stride: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, columns: tl.constexpr,
+    chunk: tl.constexpr, kept: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """One program: *columns* columns of one head's matrix through the chunks of one row."""
+    pdl.begin(early)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.arange(0, chunk)
+    at_k, at_v = tl.arange(0, key), tl.program_id(2) * columns + tl.arange(0, columns)
+    dtype = solved.dtype.element_ty
+    matrix = head * key * value + at_k[:, None] * value + at_v[None, :]
+    s = tl.load(states + tl.load(state_source + row) * state_stride + matrix).to(tl.float32)
+    for number in range(tl.load(first_chunks + row), tl.load(first_chunks + row + 1)):
+        token = tl.load(table + number).to(tl.int64) + at
+        inside = (at < tl.load(table + most + number))[:, None]
+        place = (token * v_heads + head)[:, None]
+        small = s.to(dtype)
+        w = tl.load(reads + place * key + at_k[None, :], mask=inside, other=0)
+        u = tl.load(solved + place * value + at_v[None, :], mask=inside, other=0).to(tl.float32)
+        new = (u - tl.dot(w, small, input_precision=precision)).to(dtype)
+        q = tl.load(seeing + place * key + at_k[None, :], mask=inside, other=0)
+        o = tl.dot(q, small, input_precision=precision)
+        weights = tl.load(within + place * chunk + at[None, :], mask=inside, other=0)
+        o += tl.dot(weights, new, input_precision=precision)
+        tl.store(out + place * value + at_v[None, :], o.to(out.dtype.element_ty), mask=inside)
+        k = tl.load(writes + place * key + at_k[None, :], mask=inside, other=0)
+        s = s * tl.load(left + number * v_heads + head) + tl.dot(tl.trans(k), new, input_precision=precision)
+    if kept:
+        tl.store(states + tl.load(state_target + row) * state_stride + matrix, s.to(states.dtype.element_ty))
+
+
+def rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    spans: Spans,
+    state: StateSlots,
+) -> Tensor:
+    """:func:`mstar.nn.ops.delta.gated_delta_rule`; with *a_log* and *dt_bias* the gates are made of *a* and *b* first.
+    All of *q*, *k* and *v* have heads that follow one another."""
+    _, v_heads, key, value = state.pool.shape
+    tokens, table = spans.tokens, spans.chunks
+    most = table.shape[1]
+    out = v.new_empty((tokens, v_heads, value))
+    solved = v.new_empty((tokens, v_heads, value))
+    reads, seeing, writes = v.new_empty((3, tokens, v_heads, key)).unbind(0)
+    within = v.new_empty((tokens, v_heads, CHUNK))
+    left = torch.empty((most, v_heads), dtype=torch.float32, device=v.device)
+    stages = 2 if _ample(v.device) and v.dtype is not torch.float32 else 1
+    log, bias = (a, a) if a_log is None or dt_bias is None else (a_log, dt_bias)
+    if most and spans.rows:
+        _prepare[(most, v_heads)](
+            q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
+            k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
+            a_log is not None, _PRECISION, pdl.enabled(), num_warps=4, **pdl.options(),
+        )  # fmt: skip
+        columns = min(_COLUMNS, value)
+        target = state.source if state.target is None else state.target
+        _scan[(spans.rows, v_heads, value // columns)](
+            solved, reads, seeing, writes, within, left, table, spans.first_chunks, state.pool, state.source, target,
+            out, most, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, _PRECISION,
+            pdl.enabled(), num_warps=4, num_stages=stages, **pdl.options(),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,168 @@
+"""The Triton kernels of gated delta nets against the plain torch operations in float32, from the same rounded inputs.
+
+Run by ``test_cuda_ops.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
+them there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mstar.nn.ops import cuda_delta, delta_reference
+from mstar.nn.ops.delta import Spans, StateSlots
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+K_HEADS, V_HEADS, WIDTH = 1, 2, 4
+# Of the largest value. In bfloat16 the factors of products within chunks are rounded, and what was added goes through
+# several of them.
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter takes a loop's bounds from arrays of one element in a way that numpy 2.4 refuses, keeps
+    bfloat16 as integers, and in ``tl.dot`` multiplies those."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    patch, product = interpreter._patch_lang_tensor, InterpreterBuilder.create_dot
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar is not tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return product(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def close(got: Tensor, exact: Tensor, limit: float) -> None:
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    torch.testing.assert_close(got.float(), exact.float(), rtol=limit, atol=limit * largest)
+
+
+def slots(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> StateSlots:
+    pool = draw(2 * rows + 1, 3, *shape, dtype=dtype)[:, 1]  # a layer of three
+    order = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(rows)).to(DEVICE) + 1
+    return StateSlots(pool, order[:rows], order[rows:])
+
+
+def wide(state: StateSlots) -> StateSlots:
+    return state._replace(pool=state.pool.float().clone())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "lengths", "key", "value"),
+    [
+        (torch.float32, True, [1, 1, 1], 32, 64),
+        (torch.bfloat16, False, [1, 1, 1], 32, 64),
+        (torch.bfloat16, True, [1], 16, 16),
+        (torch.float32, True, [70, 1, 0, 5], 16, 16),
+        (torch.bfloat16, True, [1, 65], 16, 32),
+        (torch.float32, False, [9, 1], 16, 16),
+    ],
+)
+def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, value: int) -> None:
+    n, channels = sum(lengths), 2 * K_HEADS * key + V_HEADS * value
+    fused = draw(n, channels + 2 * V_HEADS, dtype=dtype)
+    mixed, a, b = fused.split((channels, V_HEADS, V_HEADS), 1)
+    weight, a_log, dt_bias = draw(channels, WIDTH, dtype=dtype), draw(V_HEADS) - 2, draw(V_HEADS, dtype=dtype)
+    spans = Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), n)
+    window = slots(len(lengths), channels, WIDTH - 1, dtype=dtype)
+    state = slots(len(lengths), V_HEADS, key, value)
+    if not kept:
+        window, state = window._replace(target=None), state._replace(target=None)
+    exact_window, exact_state = wide(window), wide(state)
+    got = cuda_delta.gated_delta_net(mixed, a, b, weight, a_log, dt_bias, spans, window, state)
+    wider = (x.float() for x in (mixed, a, b, weight, a_log, dt_bias))
+    exact = delta_reference.gated_delta_net(*wider, spans, exact_window, exact_state)
+    assert got.dtype == dtype
+    close(got, exact, LIMIT[dtype])
+    close(state.pool, exact_state.pool, LIMIT[dtype])
+    assert torch.equal(window.pool, exact_window.pool.to(dtype))
+
+
+@pytest.mark.parametrize("lengths", [[70], [1, 1]])
+def test_the_rule_by_itself(lengths: list[int]) -> None:
+    n = sum(lengths)
+    q, k, v = draw(n, K_HEADS, 32), draw(n, K_HEADS, 32, seed=2), draw(n, V_HEADS, 16)
+    g, beta = -draw(n, V_HEADS).exp() / 50, draw(n, V_HEADS).sigmoid()
+    spans = Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), n)
+    state = slots(len(lengths), V_HEADS, 32, 16)
+    exact_state = state._replace(pool=state.pool.clone())
+    got = cuda_delta.gated_delta_rule(q, k, v, g, beta, spans, state)
+    close(got, delta_reference.gated_delta_rule(q, k, v, g, beta, spans, exact_state), 2e-5)
+    close(state.pool, exact_state.pool, 2e-5)
+
+
+def test_keys_that_repeat_stay_finite() -> None:
+    """The triangular system of equal keys has powers that no float32 holds."""
+    k = draw(1, K_HEADS, 32).expand(64, -1, -1).contiguous()
+    v, g, beta = (
+        draw(64, V_HEADS, 16),
+        torch.full((64, V_HEADS), -1e-4, device=DEVICE),
+        torch.ones(64, V_HEADS, device=DEVICE),
+    )
+    spans = Spans(torch.tensor([0, 64], device=DEVICE), 64)
+    state = slots(1, V_HEADS, 32, 16)
+    exact_state = state._replace(pool=state.pool.clone())
+    got = cuda_delta.gated_delta_rule(k, k, v, g, beta, spans, state)
+    close(got, delta_reference.gated_delta_rule(k, k, v, g, beta, spans, exact_state), 1e-4)
+    close(state.pool, exact_state.pool, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[1, 1], [2, 1, 0, 9]])
+def test_the_convolution_with_a_bias(dtype: torch.dtype, lengths: list[int]) -> None:
+    n = sum(lengths)
+    x, weight, bias = draw(n, 70, dtype=dtype)[:, :60], draw(60, WIDTH, dtype=dtype), draw(60, dtype=dtype)
+    spans = Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), n)
+    window = slots(len(lengths), 60, WIDTH - 1, dtype=dtype)
+    exact_window = window._replace(pool=window.pool.float().clone())
+    got = cuda_delta.causal_conv(x, weight, bias, spans, window)
+    exact = delta_reference.causal_conv(x.float(), weight.float(), bias.float(), spans, exact_window)
+    close(got, exact, 2e-6 if dtype is torch.float32 else 2**-7)
+    assert torch.equal(window.pool, exact_window.pool.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_rms_norm(dtype: torch.dtype) -> None:
+    x, weight = draw(3, 5, 24, dtype=dtype), draw(24, dtype=dtype)
+    gate = draw(3, 5 * 24 + 7, dtype=dtype)[:, : 5 * 24].view(3, 5, 24)
+    got = cuda_delta.gated_rms_norm(x, gate, weight, 1e-6)
+    assert got.dtype == dtype
+    exact = delta_reference.gated_rms_norm(x.float(), gate.float(), weight.float(), 1e-6)
+    close(got, exact, 4e-6 if dtype is torch.float32 else 2**-7)
+
+
+def test_sizes_without_a_kernel_go_to_the_reference() -> None:
+    q, v, g = draw(3, K_HEADS, 24), draw(3, V_HEADS, 16), -draw(3, V_HEADS).exp()
+    spans, state = Spans(torch.tensor([0, 3], device=DEVICE), 3), slots(1, V_HEADS, 24, 16)
+    exact_state = state._replace(pool=state.pool.clone())
+    exact = delta_reference.gated_delta_rule(q, q, v, g, g.sigmoid(), spans, exact_state)
+    assert torch.equal(cuda_delta.gated_delta_rule(q, q, v, g, g.sigmoid(), spans, state), exact)

@@ -1,0 +1,101 @@
+"""What ranks tell each other, in real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mstar.nn.mesh import SINGLE, Mesh, World
+from mstar.spec.errors import SetupError
+from mstar.testing.ranks import RankFailure, Ranks
+
+
+def drawn(rank: int, rows: int = 3, width: int = 5) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
+
+
+def add(world: World, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = world.mesh([0, 1, 2, 3], tp=4)
+    assert mesh is not None
+    tp = mesh.tp
+    x = drawn(world.rank).to(getattr(torch, dtype))
+    return tp.all_reduce(x.clone()), tp.all_reduce(x[:1].clone())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sum_is_the_ranks_in_their_order_whatever_the_size(ranks: Ranks, dtype: str) -> None:
+    found = ranks.run(4, add, dtype)
+    expected = torch.zeros(3, 5)
+    for rank in range(4):
+        expected = expected + drawn(rank).to(getattr(torch, dtype)).float()
+    for whole, first in found:
+        assert torch.equal(whole, expected.to(getattr(torch, dtype)))
+        assert torch.equal(first, whole[:1])
+
+
+def places(world: World) -> tuple[list[int], list[int], list[int], int, int]:
+    mesh = world.mesh([2, 0, 3, 1], tp=2, sp=2)
+    assert mesh is not None
+    tp = mesh.tp.all_gather(torch.tensor([world.rank]), 0).tolist()
+    sp = mesh.sp.all_gather(torch.tensor([world.rank]), 0).tolist()
+    given = mesh.tp.exchange(torch.tensor([[10 * world.rank], [10 * world.rank + 1]])).flatten().tolist()
+    return tp, sp, given, mesh.rank, mesh.least(world.rank + 5)
+
+
+def test_the_two_axes_of_a_mesh(ranks: Ranks) -> None:
+    found = ranks.run(4, places)
+    assert [one[0] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one[1] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [one[2] for one in found] == [[0, 10], [1, 11], [20, 30], [21, 31]]
+    assert [one[3] for one in found] == [0, 1, 2, 3]
+    assert {one[4] for one in found} == {5}
+
+
+def some(world: World) -> list[int] | None:
+    mesh = world.mesh([0, 2], tp=2)
+    return None if mesh is None else mesh.tp.all_gather(torch.tensor([world.rank]), 0).tolist()
+
+
+def test_ranks_that_are_not_of_a_mesh_have_none(ranks: Ranks) -> None:
+    assert ranks.run(4, some) == [[0, 2], None, [0, 2], None]
+
+
+def refused(world: World) -> str:
+    with pytest.raises(SetupError) as error:
+        world.mesh([0, 1, 2], tp=2)
+    return str(error.value)
+
+
+def test_ranks_that_are_no_rectangle_are_refused(ranks: Ranks) -> None:
+    assert ranks.run(4, refused)[:1] == ["ranks [0, 1, 2] are no mesh of tp=2 × sp=1: it takes 2 different ones"]
+
+
+def fails(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("on purpose")
+    world.mesh([0, 1], tp=2)
+
+
+def number(world: World) -> int:
+    return world.rank
+
+
+def test_a_failure_on_one_rank_is_told_and_the_next_run_is_fresh(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2[\s\S]*on purpose"):
+        ranks.run(2, fails)
+    assert ranks.run(2, number) == [0, 1]
+
+
+def test_one_rank_costs_nothing_and_a_sketch_cannot_talk() -> None:
+    x = torch.ones(2)
+    assert SINGLE.tp.all_reduce(x) is x
+    assert SINGLE.size == 1
+    sketch = Mesh.sketch(tp=2, sp=3, rank=5)
+    assert (sketch.tp.rank, sketch.sp.rank, sketch.rank, sketch.size) == (1, 2, 5, 6)
+    with pytest.raises(RuntimeError, match="no process group"):
+        sketch.tp.all_reduce(torch.ones(1))
+
+
+def test_a_world_needs_processes() -> None:
+    with pytest.raises(RuntimeError, match="not been initialised"):
+        World(torch.device("cpu"))
