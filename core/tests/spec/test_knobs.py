@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -55,6 +55,18 @@ def test_true_is_no_number_among_choices() -> None:
 def test_right_choices_are_taken() -> None:
     knobs = validate_knobs(Choices, {"language": "gsw", "rate": 24000, "style": "formal"})
     assert (knobs.language, knobs.rate, knobs.style) == ("gsw", 24000, Style.FORMAL)
+
+
+class Drawn(Knobs):
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+@pytest.mark.parametrize("value", ["0.5", True])
+def test_a_number_that_may_be_left_out_is_not_coerced(value: object) -> None:
+    with pytest.raises(RequestError, match="must be a number") as caught:
+        validate_knobs(Drawn, {"share": value})
+    assert caught.value.param == "share"
+    assert validate_knobs(Drawn, {"share": 1}).share == 1.0
 
 
 class Window(Knobs):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mstar.nn.config import DecoderConfig, read_config
 from mstar.processing.tokenizer import read_json
 from mstar.spec.errors import SetupError, nearest
+from mstar_tts.qwen3_tts.spec import Variant
 
-__all__ = ["CodecIds", "SamplingDefaults", "TTSConfig", "Variant"]
+__all__ = ["CodecIds", "SamplingDefaults", "TTSConfig"]
 
-Variant = Literal["custom_voice", "voice_design", "base"]
 _SPECIAL = 1024
 """How many of the talker's ids, the last ones, are no codes."""
 _VARIANTS = ("custom_voice", "voice_design", "base")
@@ -139,12 +139,12 @@ class TTSConfig:
         found._check()
         return found
 
-    def require(self, key: str, wanted: Variant) -> None:
-        """Raises :class:`SetupError` unless these weights are what *key* serves."""
+    def require(self, wanted: Variant) -> None:
+        """Raises :class:`SetupError` unless these weights are of the kind that a key serves."""
         if self.variant != wanted:
             raise SetupError(
-                f"{key!r} serves weights whose tts_model_type is {wanted!r}; these are {self.variant!r}: serve them as "
-                f"{_KEYS[self.variant]}"
+                f"config.json: tts_model_type is {self.variant!r}, and this key serves weights of {wanted!r}: "
+                f"serve them as {_KEYS[self.variant]}"
             )
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,8 @@ __all__ = ["CLIP", "Qwen3TTS"]
 CLIP = "clip"
 """The request's parameter with the digest of its clip."""
 _RAMP = Ramp((1, 3, 8, 16, 25))
+_ROWS = (1, 2, 4, 8, 16, 32)
+"""Of the codec's captured steps."""
 
 
 @marked(lambda model: Ramp(tuple(frames * model.codec.samples_per_frame for frames in _RAMP.sizes)))
@@ -69,6 +72,7 @@ class Qwen3TTS(Model):
     def __init__(self, context: BuildContext):
         super().__init__(context)
         self.config = TTSConfig.read(context.weights)
+        self.config.require(context.options.variant)
         assert context.weights is not None
         self.codec = CodecConfig.read(read_config(context.weights / FOLDER))
         self.options = context.options
@@ -120,7 +124,7 @@ class Qwen3TTS(Model):
         )
 
     def _codec_node(self) -> NodeSpec:
-        return NodeSpec("codec", codec_entries(self.codec, _RAMP.sizes), graph_rows=(1, 2, 4, 8, 16, 32))
+        return NodeSpec("codec", codec_entries(self.codec, _RAMP.sizes), max(_ROWS), _ROWS)
 
     def _walks(self) -> dict[str, Walk]:
         first = Call(
@@ -176,13 +180,18 @@ class Qwen3TTS(Model):
         if self.clones:
             text["voice"] = ((config.talker.hidden,), "model")
         return {
-            "kv": shape.kv(),
+            "kv": replace(shape.kv(), prefix_cache=False),
             "positions": Positions(),
             "sampler": replace(shape.sampler(prompt=None), penalised=self.defaults.repetition_penalty != 1),
             "subtalker": Sampler(vocab=config.predictor.vocab, prompt=None),
             "text": RecurrentState(text),
-            "codec": codec_state(self.codec, self.options.codec_dtype),
+            "codec": self._codec_state,
         }
+
+    @cached_property
+    def _codec_state(self) -> RecurrentState:
+        """Its sizes are those of a codec that is built for the question."""
+        return codec_state(self.codec, self.options.codec_dtype)
 
     # --- nodes --------------------------------------------------------------------------------------------------------
     def build(self, node: str) -> Node:

@@ -20,21 +20,15 @@ from mstar.spec.processor import AudioDelta, Delta, Prepared, Processor, Process
 from mstar.spec.request import Emit, EngineRequest
 from mstar.spec.tasks import SpeechTask, Task
 from mstar_tts.qwen3_tts.codec_config import FOLDER, CodecConfig
-from mstar_tts.qwen3_tts.config import SamplingDefaults, TTSConfig, Variant
+from mstar_tts.qwen3_tts.config import SamplingDefaults, TTSConfig
 from mstar_tts.qwen3_tts.prompt import VOICE, Prompt, Words, lay_out
 from mstar_tts.qwen3_tts.requests import Asked, max_tokens_of, samplings
-from mstar_tts.qwen3_tts.spec import CloneKnobs, CustomVoiceKnobs, DesignKnobs
 
 __all__ = ["Qwen3TTSProcessor"]
 
 log = logging.getLogger(__name__)
 
 _AUTO = "auto"
-_WANTED: tuple[tuple[type, Variant], ...] = (
-    (CustomVoiceKnobs, "custom_voice"),
-    (DesignKnobs, "voice_design"),
-    (CloneKnobs, "base"),
-)
 
 
 class Qwen3TTSProcessor(Processor):
@@ -45,8 +39,7 @@ class Qwen3TTSProcessor(Processor):
         options = self.options = context.options
         self._chunk_from, self._chunk = options.chunk_from_chars, options.chunk_chars
         self.config = TTSConfig.read(context.weights)
-        wanted = next(variant for knobs, variant in _WANTED if issubclass(context.spec.knobs, knobs))
-        self.config.require(context.spec.key, wanted)
+        self.config.require(context.options.variant)
         assert context.weights is not None  # or there would be no config.json
         self._codec = CodecConfig.read(read_config(context.weights / FOLDER))
         self._defaults = SamplingDefaults.read(context.weights)

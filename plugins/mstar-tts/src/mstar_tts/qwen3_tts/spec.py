@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,7 @@ __all__ = [
     "DesignKnobs",
     "Qwen3TTSKnobs",
     "Qwen3TTSOptions",
+    "Variant",
 ]
 
 _TEXT = 32_768
@@ -95,7 +96,15 @@ class CloneKnobs(Qwen3TTSKnobs):
     )
 
 
+Variant = Literal["custom_voice", "voice_design", "base"]
+"""``tts_model_type`` of a checkpoint."""
+
+
 class Qwen3TTSOptions(WatermarkOptions):
+    """:cvar variant: of the checkpoints that a model with these options serves."""
+
+    variant: ClassVar[Variant] = "voice_design"
+
     max_tokens: int | None = Field(
         None,
         ge=64,
@@ -121,10 +130,14 @@ class Qwen3TTSOptions(WatermarkOptions):
 
 
 class CustomVoiceOptions(Qwen3TTSOptions):
+    variant: ClassVar[Variant] = "custom_voice"
+
     default_voice: str = Field("vivian", max_length=80, description="The speaker of requests that name none.")
 
 
 class CloneOptions(Qwen3TTSOptions):
+    variant: ClassVar[Variant] = "base"
+
     max_clip_s: Finite = Field(60.0, ge=1, le=600, description="Longest clip of a voice.")
     cached_clips: int = Field(
         256,
