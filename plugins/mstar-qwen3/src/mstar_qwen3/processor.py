@@ -81,6 +81,7 @@ class Qwen35Processor(Qwen35TextProcessor):
             return
         self.vision = VisionConfig.from_hf(self.sizes.vision, self.sizes.text.hidden)
         self.pictures, self.videos = read_patchers(context.weights, self.vision)
+        self.frames = self.videos
         if self.tokenizer.chat_template is not None and "<|image_pad|>" not in self.tokenizer.chat_template.text:
             raise SetupError(f"{context.weights}: the chat template has no place for pictures; set text_only: true")
 
@@ -126,7 +127,7 @@ class Qwen35Processor(Qwen35TextProcessor):
                 size = self.pictures.picture_size(*part.pixels.shape[:2])
                 return _Medium(where, part, (_grid(self.pictures, size),))
             patcher, chosen = self.videos, self._chosen(part)
-            size = patcher.video_size(len(chosen), *part.frames.shape[1:3])
+            size = part.frames.shape[1:3] if part.resized else patcher.video_size(len(chosen), *part.frames.shape[1:3])
         except BadShape as error:
             kind = type(part).__name__.lower()
             raise RequestError(f"{where!r}: {error}", param=where, code=f"invalid_{kind}") from None
@@ -199,7 +200,8 @@ class Qwen35Processor(Qwen35TextProcessor):
         if isinstance(part, Image):
             made = self.pictures.picture(part.pixels)
         else:
-            made = self.videos.video([part.frames[i] for i in self._chosen(part)])
+            frames = [part.frames[i] for i in self._chosen(part)]
+            made = self.videos.cut(np.stack(frames)) if part.resized else self.videos.video(frames)
         count = made.height * made.width
         pieces = [
             (count, count // self.vision.block, *content_words(group, made.height, made.width))
