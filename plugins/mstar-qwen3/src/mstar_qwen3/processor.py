@@ -80,7 +80,9 @@ class Qwen35Processor(Qwen35TextProcessor):
         if self.sizes.vision is None or context.options.text_only:
             return
         self.vision = VisionConfig.from_hf(self.sizes.vision, self.sizes.text.hidden)
-        self.pictures, self.videos = read_patchers(context.weights, self.vision)
+        pictures, videos = read_patchers(context.weights, self.vision)
+        self.pictures = _within(pictures, context.options.image_pixels, "image_pixels")
+        self.videos = _within(videos, context.options.video_pixels, "video_pixels")
         self.frames = self.videos
         if self.tokenizer.chat_template is not None and "<|image_pad|>" not in self.tokenizer.chat_template.text:
             raise SetupError(f"{context.weights}: the chat template has no place for pictures; set text_only: true")
@@ -209,6 +211,18 @@ class Qwen35Processor(Qwen35TextProcessor):
         ]
         places = places_of(made.frames, made.height, made.width, self.vision.merge)
         return _Shown(made.data, places, np.array(pieces, np.int64))
+
+
+def _within(patcher: Patcher, most: int | None, name: str) -> Patcher:
+    """*patcher* with the operator's limit of pixels, from option *name*."""
+    if most is None:
+        return patcher
+    if most < patcher.least:
+        raise SetupError(
+            f"model_kwargs.{name} is {most}, but the checkpoint's preprocessor makes nothing smaller than "
+            f"{patcher.least} pixels: set at least that"
+        )
+    return replace(patcher, most=min(most, patcher.most))
 
 
 def _grid(patcher: Patcher, size: tuple[int, int]) -> Grid:
