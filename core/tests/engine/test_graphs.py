@@ -21,7 +21,7 @@ from mstar.patterns.encoder_decoder import EncoderDecoderFacts
 from mstar.registry import Registry
 from mstar.spec.deployment import EngineOptions
 from mstar.spec.graph import Entry, Graph, Port
-from mstar.spec.request import Failed
+from mstar.spec.request import Done, Failed
 from mstar.spec.resources import RaggedAttention
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.faults import Boom
@@ -113,6 +113,32 @@ def test_prompts_chunks_and_decoding_mixed(
     assert len(set(runner.lanes[prepared:])) > 5, "rows and tokens of steps"
     assert not [key for key in runner.faults if key[0] != "codec"], "the codec reads its rows' lengths on the host"
     assert len(runner.faults) <= 6, "after some failures no other size of that kind is tried"
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_recordings_begin_from_kept_states(
+    lookahead: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state is kept in its place while recordings go on writing: the next prompts find it, whatever ran between."""
+    mini, rng = miniature("mini_hybrid"), random.Random(11)
+    driver = Driver(mini, registry, engine={"lookahead": lookahead}, resources={"state": {"checkpoints": 6}})
+    runner, recorder = record_steps(monkeypatch, driver, rows=8)
+    heads = ["".join(rng.choices("abcdef", k=18)) for _ in range(2)]
+    asked: dict[str, Example] = {}
+    for i in range(20):
+        text = rng.choice(heads)[: rng.randint(9, 18)] + "".join(rng.choices("abc", k=rng.randint(1, 5)))
+        asked[f"r{i}"] = Example(text, {"max_tokens": rng.randint(1, 9)})
+        driver.submit(f"r{i}", asked[f"r{i}"])
+        for _ in range(rng.randrange(5)):
+            driver.worker.step()
+            driver.take()
+    driver.run()
+    check(mini, driver, asked)
+    assert not runner.faults
+    assert recorder.replays > 20
+    cached = [end.usage.cached for end in driver.ended.values() if isinstance(end, Done)]
+    assert sum(tokens > 0 for tokens in cached) >= 8
+    assert driver.worker.status()["checkpoints"]["state"]["evicted"] > 0
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

@@ -240,7 +240,7 @@ def test_a_retracted_step_leaves_no_checkpoint() -> None:
 
 
 def test_prompts_are_cut_where_a_checkpoint_is_wanted() -> None:
-    resource = state(spec=RecurrentState(tensors=SPEC.tensors, page=2, checkpoints=4, checkpoint_pages=8))
+    resource = state(spec=RecurrentState(tensors=SPEC.tensors, page=2, checkpoints=4, checkpoint_tokens=17))
     owner = start(resource, "a")
     cuts, left = [], 45
     while left:

@@ -19,7 +19,7 @@ from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import decode
 
 pytestmark = pytest.mark.usefixtures("loop")
-MINI = miniature("mini_hybrid")  # pages of 4 tokens, a checkpoint every 4 pages
+MINI = miniature("mini_hybrid")  # pages of 4 tokens, a checkpoint every 16 tokens
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,9 @@ def test_few_checkpoints_make_room_for_one_another(registry: Registry) -> None:
     assert state_of(driver).usage().cached == 2
     assert ask(driver, "last", texts[-1], tokens=1)[1] == 8
     assert ask(driver, "first", texts[0], tokens=1)[1] == 0
-    assert state_of(driver).checkpoints.evicted > 2
+    counts = driver.worker.status()["checkpoints"]["state"]
+    assert counts["made"] - counts["evicted"] >= 2
+    assert counts["evicted"] > 2
 
 
 def test_without_checkpoints_prompts_are_neither_shared_nor_cut(registry: Registry) -> None:

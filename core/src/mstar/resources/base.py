@@ -16,7 +16,7 @@ This module imports no torch: schedulers and tests use it bare.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,6 +195,10 @@ class Resource(abc.ABC):
     # --- books --------------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def usage(self) -> Usage: ...
+
+    def checkpoint_counts(self) -> Mapping[str, int] | None:
+        """States kept for the prefix cache so far: *made*, and of these *evicted*. ``None``: it keeps none."""
+        return None
 
     def device_bytes(self) -> int:
         """Bytes that the pool takes on its device for as long as it lives; what grows with use is not counted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +119,7 @@ class RecurrentStateResource(SlotResource):
         self._books = StatePlaces(len(shapes), slots + 1, kept)
         self.checkpoints = Checkpoints(kept, spec.page, self._books)
         self._lineages: dict[Owner, Lineage] = {}
-        self._apart = spec.checkpoint_pages * spec.page
+        self._apart = max(spec.checkpoint_tokens // spec.page, 1) * spec.page
         self._pools = {
             key: torch.zeros(self._books.size, spec.layers, *shape, dtype=dtype, device=context.device)
             for key, (shape, dtype) in shapes.items()
@@ -240,6 +240,10 @@ class RecurrentStateResource(SlotResource):
         super().check(owners)
         self._books.check(self.checkpoints.check())
 
+    def checkpoint_counts(self) -> Mapping[str, int] | None:
+        kept = self.checkpoints
+        return {"made": kept.made, "evicted": kept.evicted} if kept.most else None
+
     def device_bytes(self) -> int:
         return sum(pool.nbytes for pool in self._pools.values())
 
@@ -253,7 +257,7 @@ class RecurrentStateResource(SlotResource):
 
 # --- what a declaration says ----------------------------------------------------------------------------------------
 def _check(name: str, spec: RecurrentState) -> None:
-    for field in ("layers", "page", "checkpoint_pages"):
+    for field in ("layers", "page", "checkpoint_tokens"):
         if getattr(spec, field) < 1:
             raise SetupError(f"resource {name!r}: {field}={getattr(spec, field)}; it must be 1 or more")
 

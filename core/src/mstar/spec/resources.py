@@ -104,8 +104,8 @@ class RecurrentState(ResourceSpec):
     """Fixed-size tensors per context: conv windows, SSM and DeltaNet states, LSTM cells, codec state, latents.
 
     With *checkpoints* a prompt that begins like an earlier one goes on from that one's state. States are kept at
-    boundaries of pages: every so many pages of a prompt, at its last one, where an earlier prompt went another way, and
-    at the last one of an answer.
+    boundaries of pages: every so many tokens of a prompt, at its last one, where an earlier prompt went another way,
+    and at the last one of an answer.
 
     :param tensors: name → (shape of one context's tensor, dtype). They start as zeros. *dtype*: a torch dtype's name,
         ``"model"``, or ``"state"`` for *state_dtype*.
@@ -115,7 +115,8 @@ class RecurrentState(ResourceSpec):
     :param checkpoints: states kept; 0: no prompt is shared; ``None``: as many as contexts, as far as an eighth of the
         memory that the slots leave allows.
     :param page: tokens of a page of the keys and values beside this state.
-    :param checkpoint_pages: the most pages between two checkpoints of a prompt. Its steps end there.
+    :param checkpoint_tokens: the most tokens between two checkpoints of a prompt, whose steps end there; at its end
+        there is one if the last is a quarter of that away.
     """
 
     kind: ClassVar[str] = "recurrent_state"
@@ -125,7 +126,7 @@ class RecurrentState(ResourceSpec):
     state_dtype: str = "float32"
     checkpoints: int | None = 0
     page: int = 16
-    checkpoint_pages: int = 128
+    checkpoint_tokens: int = 2048
 
 
 @dataclass(frozen=True)

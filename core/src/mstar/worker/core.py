@@ -235,6 +235,7 @@ class Worker:
             "steps": self.engine.steps,
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "checkpoints": {name: counts for name, r in self.resources.items() if (counts := r.checkpoint_counts())},
             "began": self._began,
             "entries": self._totals.report(),
             "prefix": {"tokens": self.sharing.looked_up, "hits": self.sharing.found},

@@ -184,6 +184,9 @@ def _worker(families: _Families, model: str, status: Mapping[str, Any]) -> None:
         families.add("mstar_pool_used", (model, pool), usage["used"])
         families.add("mstar_pool_size", (model, pool), usage["total"])
         families.add("mstar_pool_cached", (model, pool), usage["cached"])
+    for pool, counts in status.get("checkpoints", {}).items():
+        families.add("mstar_checkpoints_made_total", (model, pool), counts["made"])
+        families.add("mstar_checkpoints_evicted_total", (model, pool), counts["evicted"])
     for kind, amount in status.get("memory", {}).items():
         families.add("mstar_memory_bytes", (model, kind), amount)
     for observer, failures in status.get("observer_failures", {}).items():

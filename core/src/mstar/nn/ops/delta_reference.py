@@ -60,7 +60,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 # --- the convolution --------------------------------------------------------------------------------------------------
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, window: StateSlots) -> Tensor:
     channels, width = weight.shape
-    before = window.pool.index_select(0, window.source).transpose(1, 2)  # [rows, width - 1, channels]
+    before = window.pool.index_select(0, window.source)
+    if _single(spans):
+        if window.target is not None:
+            after = torch.cat((before[:, :, 1:], x.unsqueeze(2).to(before.dtype)), 2)
+            window.pool.index_copy_(0, window.target, after)
+        return _activated(x, [before[:, :, -back] for back in range(1, width)], weight, bias)
+    before = before.transpose(1, 2)  # [rows, width - 1, channels]
     # Every row with its window before it, so that all taps of all rows are one slice each.
     shift, device = width - 1, x.device
     row = torch.arange(spans.rows, device=device)
@@ -74,12 +80,23 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, wi
         tails = (spans.offsets[1:] + row * shift)[:, None] + tap
         after = joined.index_select(0, tails.flatten()).view(spans.rows, shift, channels).transpose(1, 2)
         window.pool.index_copy_(0, window.target, after.to(window.pool.dtype))
-    out = joined.index_select(0, tokens).float() * weight[:, -1].float()
-    for back in range(1, width):
-        out.addcmul_(joined.index_select(0, tokens - back).float(), weight[:, width - 1 - back].float())
+    return _activated(x, [joined.index_select(0, tokens - back) for back in range(1, width)], weight, bias)
+
+
+def _activated(x: Tensor, older: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of *x* ``[N, channels]`` and, newest first, the inputs before each."""
+    out = x.float() * weight[:, -1].float()
+    for back, inputs in enumerate(older, 2):
+        out.addcmul_(inputs.float(), weight[:, -back].float())
     if bias is not None:
         out += bias
     return F.silu(out).to(x.dtype)
+
+
+def _single(spans: Spans) -> bool:
+    """Whether each row has one token. As many tokens as rows may also be two of one row and none of another, where
+    steps are not captured; on a GPU nobody asks."""
+    return spans.single and (spans.offsets.is_cuda or max(spans.lengths, default=1) == 1)
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
@@ -91,7 +108,7 @@ def gated_delta_rule(
     q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
     wide, beta = v.float(), beta.float()
     s = state.pool.index_select(0, state.source).float()
-    if spans.single and (v.is_cuda or max(spans.lengths, default=1) == 1):
+    if _single(spans):
         out, s = _one(q, k, wide, g, beta, s)
     else:
         out = _ragged(q, k, wide, g, beta, spans, s)

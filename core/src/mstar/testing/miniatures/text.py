@@ -180,7 +180,7 @@ class HybridNode(Node):
     def _recurrence(self, step: Step, spans: Spans, ids: Tensor, layer: int) -> Tensor:
         place = torch.arange(ids.shape[0], device=ids.device)
         terms = self._power(step.offsets[1:][spans.row_of] - 1 - place) * ids
-        state = step["state"].read("s", layer)[:, 0] * self._power(step.offsets.diff())
+        state: Tensor = step["state"].read("s", layer)[:, 0] * self._power(step.offsets.diff())
         state = state.index_add(0, spans.row_of, terms) % PRIME
         step["state"].write("s", state[:, None], layer)
         return state
@@ -222,7 +222,7 @@ class Hybrid(Chat):
             "window": ((3 * VOCAB, 3), "model"),
             "matrix": ((1, VOCAB, VOCAB), "state"),
         }
-        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_pages=4)
+        state = RecurrentState(tensors, layers=HYBRID_LAYERS, checkpoints=None, page=KV.page_size, checkpoint_tokens=16)
         return {**super().resources(), "state": state}
 
     def build(self, node: str) -> Node:

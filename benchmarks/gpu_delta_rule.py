@@ -1,0 +1,291 @@
+"""Gated delta nets on a GPU: the Triton kernels beside plain torch and, if it is installed, flash-linear-attention.
+
+First outputs and states of captured steps, replayed with other rows in other places, are compared with the recurrence
+in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own:
+decoding beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three
+minutes.
+
+    python benchmarks/gpu_delta_rule.py --out gpu_delta_rule.json
+    python benchmarks/gpu_delta_rule.py --check        # no timings
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from common import environment
+from gpu_attention import copy_bandwidth, seconds, show
+from torch import Tensor
+
+from mstar.nn.ops import cuda_delta, cuda_delta_chunks, delta_reference
+from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
+
+__all__ = ["main"]
+
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+HEADS = {"0.8B": (16, 16), "4B": (16, 32), "27B": (16, 48)}
+"""Heads of keys and of values of Qwen3.5's sizes; matrices are 128 × 128."""
+SIZE, WIDTH, LAYERS = 128, 4, 8
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+PROMPTS = (256, 1024, 4096, 16384)
+MIXED = ((1, 512), (32, 512), (64, 2048))
+"""Rows that decode, tokens of a prompt beside them."""
+LIMITS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
+"""Largest error, of the largest value. Factors of the products within chunks are rounded to the dtype."""
+
+
+@dataclass
+class Layers:
+    """Layers of one shape with states for so many rows, and what a projection gives for *tokens* tokens."""
+
+    k_heads: int
+    v_heads: int
+    rows: int
+    tokens: int
+    layers: int = LAYERS
+    dtype: torch.dtype = DTYPE
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        channels = 2 * self.k_heads * SIZE + self.v_heads * SIZE
+        make: Any = {"device": DEVICE, "dtype": self.dtype}
+        self.fused = torch.randn(self.tokens, channels + 2 * self.v_heads, **make)
+        self.mixed, self.a, self.b = self.fused.split((channels, self.v_heads, self.v_heads), 1)
+        self.weight = torch.randn(channels, WIDTH, **make) / 2
+        self.a_log, self.dt_bias = torch.rand(self.v_heads, device=DEVICE) * 2, torch.randn(self.v_heads, **make)
+        places = 2 * self.rows + 2
+        self.windows = torch.randn(places, self.layers, channels, WIDTH - 1, **make)
+        matrices = (places, self.layers, self.v_heads, SIZE, SIZE)
+        self.states = (torch.randn(matrices, device=DEVICE) / 8).to(self.state_dtype)
+        order = torch.randperm(places, device=DEVICE)
+        self.source, self.target = order[: self.rows].clone(), order[self.rows : 2 * self.rows].clone()
+
+    def shuffle(self) -> None:
+        """Other tokens, other places."""
+        self.fused.normal_()
+        order = torch.randperm(2 * self.rows + 2, device=DEVICE)
+        self.source.copy_(order[: self.rows])
+        self.target.copy_(order[self.rows : 2 * self.rows])
+
+    def run(self, ops: ModuleType, layer: int, spans: Spans, pools: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        windows, states = pools or (self.windows, self.states)
+        slots = [StateSlots(pool[:, layer], self.source, self.target) for pool in (windows, states)]
+        out: Tensor = ops.gated_delta_net(
+            self.mixed, self.a, self.b, self.weight, self.a_log, self.dt_bias, spans, *slots
+        )
+        return out
+
+    @property
+    def step_bytes(self) -> int:
+        """What a decoding step of one layer must read and write: states, windows, inputs, outputs."""
+        state = 2 * self.states[0, 0].nbytes + 2 * self.windows[0, 0].nbytes
+        return self.rows * state + self.fused.nbytes + self.tokens * self.v_heads * SIZE * self.fused.element_size()
+
+
+def spans_of(lengths: Sequence[int]) -> Spans:
+    return Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), sum(lengths))
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+def exact(layers: Layers, layer: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Outputs and states by the recurrence, a token after the other, float32 throughout."""
+    state = layers.states[:, layer].float()[layers.source]
+    window = layers.windows[:, layer].float()[layers.source]
+    g, beta = delta_reference.gates(layers.a.float(), layers.b, layers.a_log, layers.dt_bias.float())
+    keys, group = layers.k_heads * SIZE, layers.v_heads // layers.k_heads
+    outs = []
+    for row, (first, length) in enumerate(zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)):
+        s = state[row]
+        x = torch.cat((window[row].T, layers.mixed[first : first + length].float()))
+        for t in range(length):
+            y = (x[t : t + WIDTH] * layers.weight.float().T).sum(0)
+            y = torch.nn.functional.silu(y).to(layers.dtype).float()
+            q, k, v = y[:keys].view(-1, SIZE), y[keys : 2 * keys].view(-1, SIZE), y[2 * keys :].view(-1, SIZE)
+            q, k = (delta_reference.unit(each).repeat_interleave(group, 0) for each in (q, k))
+            s = s * g[first + t].exp()[:, None, None]
+            held = (s * k[:, :, None]).sum(1)
+            s = s + k[:, :, None] * ((v - held) * beta[first + t].float()[:, None])[:, None]
+            outs.append((s * q[:, :, None]).sum(1) * SIZE**-0.5)
+        state[row] = s
+    return torch.stack(outs), state
+
+
+def check() -> list[dict[str, Any]]:
+    found = []
+    rows_of = ([1] * 5, [200], [1, 1, 130, 64, 1, 3])
+    for (k_heads, v_heads), lengths, dtype in itertools.product(((2, 4), (16, 32)), rows_of, LIMITS):
+        layers = Layers(k_heads, v_heads, len(lengths), sum(lengths), layers=2, dtype=dtype)
+        spans, out = spans_of(lengths), {}
+        graph = captured(lambda: out.update(y=layers.run(cuda_delta, 1, spans)))  # noqa: B023
+        error = 0.0
+        for _ in range(3):
+            layers.shuffle()
+            wanted, state = exact(layers, 1, lengths)
+            graph.replay()
+            torch.cuda.synchronize()
+            got = layers.states[:, 1][layers.target]
+            for mine, other in ((out["y"].float(), wanted), (got, state)):
+                error = max(error, float((mine - other).abs().max() / other.abs().max()))
+        line = {"heads": f"{k_heads}/{v_heads}", "rows": len(lengths), "tokens": sum(lengths), "dtype": str(dtype)[6:]}
+        found.append({**line, "error": error, "right": error <= LIMITS[dtype]})
+    return found
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+def layer_seconds(layers: Layers, ops: ModuleType, spans: Spans) -> float:
+    """Of one layer, in a graph of all of them."""
+
+    def run() -> None:
+        for layer in range(layers.layers):
+            layers.run(ops, layer, spans)
+
+    if ops is delta_reference and not spans.single:  # asks the device for the rows' lengths
+        return seconds(run) / layers.layers
+    return seconds(captured(run).replay) / layers.layers
+
+
+def time_decode(bandwidth: float) -> list[dict[str, Any]]:
+    lines = []
+    for (name, heads), rows, state in itertools.product(HEADS.items(), ROWS, (torch.float32, torch.bfloat16)):
+        layers = Layers(*heads, rows, rows, state_dtype=state)
+        spans = spans_of([1] * rows)
+        ours, floor = layer_seconds(layers, cuda_delta, spans), layers.step_bytes / bandwidth
+        line = {"model": name, "rows": rows, "state": str(state)[6:], "us": ours * 1e6, "of copying": floor / ours}
+        if state is torch.float32:
+            line["torch us"] = layer_seconds(layers, delta_reference, spans) * 1e6
+            if (library := library_decode(layers)) is not None:
+                line["fla us"] = library * 1e6
+        lines.append(line)
+    return lines
+
+
+def time_prompts() -> list[dict[str, Any]]:
+    lines = []
+    for name, heads in HEADS.items():
+        lines += [prompt_line(name, heads, [tokens]) for tokens in PROMPTS]
+        lines += [prompt_line(name, heads, [*[1] * rows, tokens]) for rows, tokens in MIXED]
+    return lines
+
+
+def prompt_line(name: str, heads: tuple[int, int], lengths: list[int]) -> dict[str, Any]:
+    layers = Layers(*heads, len(lengths), sum(lengths), layers=2)
+    spans = spans_of(lengths)
+    _ = spans.chunks, spans.first_chunks, spans.row_of  # once a step
+    line: dict[str, Any] = {"model": name, "rows": len(lengths), "tokens": sum(lengths)}
+    line["us"] = layer_seconds(layers, cuda_delta, spans) * 1e6
+    line |= {f"{part} us": each * 1e6 for part, each in parts(layers, spans).items()}
+    line["torch us"] = layer_seconds(layers, delta_reference, spans) * 1e6
+    if (library := library_prompt(layers, lengths)) is not None:
+        line["fla rule us"] = library * 1e6
+    return line
+
+
+def split(layers: Layers, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    keys = layers.k_heads * SIZE
+    q, k, v = mixed.split((keys, keys, layers.v_heads * SIZE), 1)
+    return q.unflatten(1, (-1, SIZE)), k.unflatten(1, (-1, SIZE)), v.unflatten(1, (-1, SIZE))  # type: ignore[no-untyped-call]
+
+
+def parts(layers: Layers, spans: Spans) -> dict[str, float]:
+    window = StateSlots(layers.windows[:, 0], layers.source, layers.target)
+    state = StateSlots(layers.states[:, 0], layers.source, layers.target)
+    conv = captured(lambda: cuda_delta.causal_conv(layers.mixed, layers.weight, None, spans, window))
+    q, k, v = split(layers, cuda_delta.causal_conv(layers.mixed, layers.weight, None, spans, window))
+    gates = (layers.a, layers.b, layers.a_log, layers.dt_bias)
+    rule = captured(lambda: cuda_delta_chunks.rule(q, k, v, *gates, spans, state))
+    return {"conv": seconds(conv.replay), "rule": seconds(rule.replay)}
+
+
+def _library() -> Any:
+    try:
+        from fla.ops import gated_delta_rule
+    except ImportError:
+        return None
+    return gated_delta_rule
+
+
+def library_decode(layers: Layers) -> float | None:
+    """flash-linear-attention's recurrence, of states that were gathered and are put back."""
+    fla = _library()
+    if fla is None:
+        return None
+    q, k, v = (each[:, None] for each in split(layers, layers.mixed))
+    g, beta = delta_reference.gates(layers.a, layers.b, layers.a_log, layers.dt_bias)
+
+    def run() -> None:
+        for layer in range(layers.layers):
+            pool = layers.states[:, layer]
+            _, last = fla.fused_recurrent_gated_delta_rule(
+                q, k, v, g=g[:, None], beta=beta[:, None], initial_state=pool.index_select(0, layers.source),
+                output_final_state=True, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+            pool.index_copy_(0, layers.target, last)
+
+    return seconds(captured(run).replay) / layers.layers
+
+
+def library_prompt(layers: Layers, lengths: Sequence[int]) -> float | None:
+    """The rule alone: chunks, without convolution, gates and the states' way."""
+    fla = _library()
+    if fla is None:
+        return None
+    group = layers.v_heads // layers.k_heads
+    q, k, v = split(layers, layers.mixed)
+    q, k = (each.repeat_interleave(group, 1)[None].contiguous() for each in (q, k))
+    g, beta = delta_reference.gates(layers.a, layers.b, layers.a_log, layers.dt_bias)
+    state, ends = layers.states[:, 0][layers.source], torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
+    v = v[None].contiguous()
+    return seconds(
+        lambda: fla.chunk_gated_delta_rule(
+            q, k, v, g=g[None], beta=beta[None], initial_state=state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, cu_seqlens=ends,
+        )
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results to this file (JSON)")
+    parser.add_argument("--check", action="store_true", help="correctness only")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this program needs a GPU")
+        return 2
+    began, facts = time.perf_counter(), environment(("torch", "triton", "flash-linear-attention"))
+    results: dict[str, Any] = {"environment": facts, "chunk": CHUNK, "check": check()}
+    show("against the recurrence in float32", results["check"])
+    wrong = [line for line in results["check"] if not line["right"]]
+    if not arguments.check and not wrong:
+        bandwidth = results["copy_bandwidth"] = copy_bandwidth()
+        results["decode"], results["prompts"] = time_decode(bandwidth), time_prompts()
+        show("decoding, a layer", results["decode"])
+        show("prompts, a layer", results["prompts"])
+    results["seconds"] = time.perf_counter() - began
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(f"{len(wrong)} wrong; {results['seconds']:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
