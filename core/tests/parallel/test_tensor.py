@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_llama
 import torch
+from tiny_hybrid import HybridLM
 from tiny_llama import CONFIG, VARIANTS, answer
 
 from mstar.nn.mesh import Mesh, World, building
@@ -39,6 +40,20 @@ def test_ranks_say_what_one_says(ranks: Ranks, folder: Path, tp: int) -> None:
         assert rank.tokens == alone.tokens
     assert len({tuple(map(tuple, alone.tokens))}) == 1
     assert len(set(alone.tokens[0])) > 3, "an answer of one token would say little"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_recurrent_heads_are_divided_too(ranks: Ranks, tmp_path: Path, tp: int) -> None:
+    model = "tiny_hybrid:HybridLM"
+    folder = tiny_llama.write(tmp_path, CONFIG | {"num_hidden_layers": 1}, HybridLM)
+    alone = answer(None, model, folder)
+    assert len(set(alone.tokens[0])) > 3
+    for rank in ranks.run(tp, answer, model, folder):
+        assert rank.tokens == alone.tokens
+        assert rank.pools["state"] * tp == alone.pools["state"]
+        assert rank.sums == 1 + 2 + 1  # the embedding, the layer that attends, the delta net
+    for rank in ranks.run(tp, answer, model, folder, "linear_attn.out_proj"):
+        assert rank.tokens != alone.tokens
 
 
 def test_sampled_with_a_seed_they_agree_too(ranks: Ranks, plain: Path) -> None:

@@ -115,7 +115,7 @@ def answer(
     :param without: names of modules that contain it do not add their ranks' parts up.
     """
     mesh = SINGLE if world is None else everybody(world)
-    driver = Driver("tiny", registry(model), folder, {"lm": mesh} if "Hybrid" in model else {"llm": mesh})
+    driver = Driver("tiny", registry(model), folder, {"llm": mesh})
     (node,) = driver.worker.engine.nodes.values()
     if without is not None:
         break_sums(node, without)

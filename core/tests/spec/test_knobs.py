@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -57,6 +57,18 @@ def test_right_choices_are_taken() -> None:
     assert (knobs.language, knobs.rate, knobs.style) == ("gsw", 24000, Style.FORMAL)
 
 
+class Drawn(Knobs):
+    share: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+@pytest.mark.parametrize("value", ["0.5", True])
+def test_a_number_that_may_be_left_out_is_not_coerced(value: object) -> None:
+    with pytest.raises(RequestError, match="must be a number") as caught:
+        validate_knobs(Drawn, {"share": value})
+    assert caught.value.param == "share"
+    assert validate_knobs(Drawn, {"share": 1}).share == 1.0
+
+
 class Window(Knobs):
     window: int = Field(8, ge=1, le=64)
     share: Finite = 0.5
@@ -82,3 +94,24 @@ def test_fields_in_words() -> None:
         "`rate`": ("`16000`, `24000` or `null`", "none"),
         "`style`": ("`plain`, `formal`", "`plain`"),
     }
+
+
+class Glazed(Knobs):
+    window: Window = Field(Window(), description="How it is cut.")
+    clean: bool = True
+
+
+def test_fields_of_sections_in_words() -> None:
+    assert [row.name for row in describe_fields(Glazed)] == ["`window`", "`clean`"]
+    rows = describe_fields(Glazed, inside=True)
+    assert [row.name for row in rows] == ["`window`", "`window.window`", "`window.share`", "`clean`"]
+    assert rows[1].value == "whole number ≥ 1, ≤ 64"
+
+
+def test_faults_inside_of_sections_name_the_nearest_there() -> None:
+    with pytest.raises(DeploymentError) as caught:
+        read_options(Glazed, {"window": {"windw": 3, "share": "much"}, "cleen": True})
+    faults = dict(caught.value.faults)
+    assert faults["model_kwargs.window.windw"].endswith("did you mean 'window.window'?")
+    assert faults["model_kwargs.cleen"].endswith("did you mean 'clean'?")
+    assert faults["model_kwargs.window.share"].startswith("'window.share': must be a number")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from seeing import greedy, inputs_of, reference
+from qwen35_seeing import greedy, inputs_of, reference
 
 import mstar
 from mstar.runtime.local import Local

@@ -23,7 +23,16 @@ from mstar.nn.mesh import Group, current_mesh
 from mstar.nn.norm import RMSNorm
 from mstar.nn.shards import Cut, Division, Part, Share, shares
 
-__all__ = ["ColumnLinear", "LMHead", "Linear", "MergedLinear", "QKVLinear", "RowLinear", "VocabEmbedding"]
+__all__ = [
+    "ColumnLinear",
+    "ColumnWeight",
+    "LMHead",
+    "Linear",
+    "MergedLinear",
+    "QKVLinear",
+    "RowLinear",
+    "VocabEmbedding",
+]
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -81,6 +90,7 @@ class ColumnLinear(Linear):
 
     :param unit: features that stay together (those of a head). :param sections: where one published matrix computes
         several things side by side: their output features, each of which is divided.
+    :param own_features: this rank's output features, where a subclass divides them in a way of its own.
     """
 
     def __init__(
@@ -92,12 +102,12 @@ class ColumnLinear(Linear):
         unit: int = 1,
         sections: tuple[int, ...] = (),
         tp: Group | None = None,
+        own_features: int | None = None,
     ):
         self.tp = tp or current_mesh().tp
         self.divisions = _divisions("output", sections or (out_features,), unit)
-        runs = shares(sections or (out_features,), self.tp, unit)
-        super().__init__(in_features, sum(run.length for run in runs), bias)
-        self._cut = Cut(0, out_features, runs)
+        self._cut = Cut(0, out_features, shares(sections or (out_features,), self.tp, unit))
+        super().__init__(in_features, self._cut.length if own_features is None else own_features, bias)
 
     def published_parts(self, name: str) -> Iterator[Part]:
         """What of published tensors fills parameter *name*."""
@@ -144,32 +154,47 @@ class RowLinear(Linear):
 class MergedLinear(ColumnLinear):
     """Several column-parallel layers with one input, computed as one.
 
-    :param parts: published module name → its output features, in the order of the output.
+    :param parts: published module name → its output features, in the order of the output; those of its sections, if it
+        computes several things side by side.
     :param bias: whether the parts have biases, or the names of those that do: the others' rows of the bias are 0.
+    :param unit: features that stay together; of each part, where they differ.
+    :ivar widths: published module name → this rank's output features.
     """
 
     def __init__(
         self,
         in_features: int,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | tuple[int, ...]],
         bias: bool | Collection[str] = False,
         *,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         tp: Group | None = None,
     ):
-        super().__init__(in_features, sum(parts.values()), bool(bias), unit=unit, sections=tuple(parts.values()), tp=tp)
-        self.parts = dict(parts)
+        tp = tp or current_mesh().tp
+        sections = {name: (size,) if isinstance(size, int) else size for name, size in parts.items()}
+        units = {name: unit if isinstance(unit, int) else unit.get(name, 1) for name in parts}
+        self.parts = {name: sum(sizes) for name, sizes in sections.items()}
+        self._cuts = {
+            name: Cut(0, self.parts[name], shares(sizes, tp, units[name])) for name, sizes in sections.items()
+        }
+        self.widths = {name: cut.length for name, cut in self._cuts.items()}
+        super().__init__(
+            in_features, sum(self.parts.values()), bool(bias), tp=tp, own_features=sum(self.widths.values())
+        )
+        found = [division for name in parts for division in _divisions("output", sections[name], units[name])]
+        self.divisions = tuple(dict.fromkeys(found))
         self.biased = frozenset(parts) if bias is True else frozenset(bias or ())
         if unknown := self.biased - self.parts.keys():
             raise ValueError(f"a bias for {sorted(unknown)}, which are none of the parts {list(self.parts)}")
 
     def published_parts(self, name: str) -> Iterator[Part]:
-        start = before = 0
-        for (part, size), run in zip(self.parts.items(), self._cut.runs, strict=True):
-            published = name != "bias" or part in self.biased
-            cut = Cut(0, size, (Share(run.first - before, run.length),))
-            yield Part(part if published else None, start, run.length, _unless_whole(cut) if published else None)
-            start, before = start + run.length, before + size
+        start = 0
+        for part, cut in self._cuts.items():
+            if name != "bias" or part in self.biased:
+                yield Part(part, start, cut.length, _unless_whole(cut))
+            else:
+                yield Part(None, start, cut.length)
+            start += cut.length
 
 
 class QKVLinear(MergedLinear):
@@ -195,7 +220,30 @@ class QKVLinear(MergedLinear):
         sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         super().__init__(hidden, dict(zip(names, sizes, strict=True)), bias, unit=head_dim, tp=tp)
         self.divisions = (Division("query heads", heads), Division("key-value heads", kv_heads, copied=True))
-        self.heads, self.kv_heads = (run.length // head_dim for run in self._cut.runs[:2])
+        self.heads, self.kv_heads = (self.widths[name] // head_dim for name in names[:2])
+
+
+class ColumnWeight(nn.Module):
+    """A parameter ``[out_features, *shape]`` beside column-parallel layers, with an entry for each of their output
+    features: the taps of a depthwise convolution, say. *unit* and *sections* as :class:`ColumnLinear`'s."""
+
+    def __init__(
+        self,
+        out_features: int,
+        shape: tuple[int, ...] = (),
+        *,
+        unit: int = 1,
+        sections: tuple[int, ...] = (),
+        tp: Group | None = None,
+    ):
+        super().__init__()
+        tp = tp or current_mesh().tp
+        self.divisions = _divisions("output", sections or (out_features,), unit)
+        self._cut = Cut(0, out_features, shares(sections or (out_features,), tp, unit))
+        self.weight = nn.Parameter(torch.empty(self._cut.length, *shape), requires_grad=False)
+
+    def published_parts(self, name: str) -> Iterator[Part]:
+        yield Part("", cut=_unless_whole(self._cut))
 
 
 class VocabEmbedding(nn.Module):

@@ -7,6 +7,7 @@ value, the OpenAPI schema, the docs table and the playground's form all come fro
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -20,6 +21,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 
 from mstar.spec.errors import DeploymentError, RequestError, nearest
 
@@ -56,7 +58,7 @@ class Knobs(BaseModel):
     def _not_coerced(cls, value: Any, info: ValidationInfo) -> Any:
         """Pydantic would read ``"5"`` and ``True`` as numbers, ``"yes"`` and 1 as a flag."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = get_args(annotation) or (annotation,)
+        kinds = [_bare(kind) for kind in get_args(annotation) or (annotation,)]
         if isinstance(value, bool) and any(choice == value and choice is not value for choice in _choices(annotation)):
             raise ValueError("must be a number, not a boolean")  # Python holds 1 and True to be equal
         if bool in kinds:
@@ -149,14 +151,27 @@ def read_options(cls: type[K], values: dict[str, Any]) -> K:
         ) from None
 
 
+def _fields_at(cls: type[BaseModel], place: tuple[Any, ...]) -> tuple[str, Mapping[str, FieldInfo], str]:
+    """Of a fault's *place*: the section that it lies in (``"section."``), the fields there, and which one it is."""
+    section, known = "", cls.model_fields
+    for part in place[:-1]:
+        inner = known[part].annotation if part in known else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        section, known = f"{section}{part}.", inner.model_fields
+    return section, known, ".".join(str(part) for part in place)[len(section) :]
+
+
 def _code(fault: Any) -> str:
     return "unknown_parameter" if fault["type"] == "extra_forbidden" else "invalid_value"
 
 
 def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
+    section, known, last = _fields_at(cls, fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"unknown parameter {name!r}{nearest(name, cls.model_fields) or '; there are none'}"
-    choices = _choices(cls.model_fields[name].annotation) if name in cls.model_fields else []
+        hint = nearest(section + last, [section + key for key in known])
+        return f"unknown parameter {name!r}{hint or '; there are none'}"
+    choices = _choices(known[last].annotation) if last in known else []
     if choices and fault["type"] in ("literal_error", "enum"):
         return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"
     context = fault.get("ctx", {})
@@ -168,6 +183,11 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
         if "lt" in context:
             message = message.replace("value is ", "value is just below ")
     return message
+
+
+def _bare(annotation: Any) -> Any:
+    """The type below what a union's part is annotated with (:data:`Finite`)."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _nearest_choice(value: Any, choices: list[Any]) -> str:

@@ -60,14 +60,21 @@ def divided_resources(declared: Mapping[str, ResourceSpec], graph: Graph, meshes
     found = dict(declared)
     for resource, users in ranks.items():
         sizes = set(users.values())
+        spec = declared[resource]
+        if len(sizes) > 1 and all(_divided(resource, spec, size) == spec for size in sizes):
+            continue  # it has no heads: all ranks hold all of it
         if len(sizes) > 1:
             told = ", ".join(f"{node!r} with tp={size}" for node, size in users.items())
             raise SetupError(f"resource {resource!r} is used by {told}: nodes that share state need the same tp")
-        try:
-            found[resource] = declared[resource].divided(sizes.pop())
-        except SetupError as error:
-            raise SetupError(f"resource {resource!r}: {error}") from None
+        found[resource] = _divided(resource, spec, sizes.pop())
     return found
+
+
+def _divided(name: str, spec: ResourceSpec, ranks: int) -> ResourceSpec:
+    try:
+        return spec.divided(ranks)
+    except SetupError as error:
+        raise SetupError(f"resource {name!r}: {error}") from None
 
 
 def agreed_memory(free: Callable[[torch.device], int], device: torch.device, meshes: Meshes) -> int:

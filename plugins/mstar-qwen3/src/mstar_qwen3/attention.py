@@ -11,6 +11,7 @@ from mstar.nn import ops
 from mstar.nn.linear import MergedLinear, RowLinear
 from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 from mstar.nn.rotary import Rotation
+from mstar.nn.shards import Division
 from mstar_qwen3.config import TextConfig
 from mstar_qwen3.rotary import head_order
 
@@ -29,12 +30,16 @@ class GatedAttention(nn.Module):
     def __init__(self, config: TextConfig, index: int, dtype: torch.dtype):
         super().__init__()
         self.index = index
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.rotary_dims = config.rotary_dims
         narrow = config.kv_heads * config.head_dim
         parts = {"q_proj": 2 * config.heads * config.head_dim, "k_proj": narrow, "v_proj": narrow}
-        self.qkv_proj = MergedLinear(config.hidden, parts)
-        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden)
+        units = {"q_proj": 2 * config.head_dim, "k_proj": config.head_dim, "v_proj": config.head_dim}
+        self.qkv_proj = MergedLinear(config.hidden, parts, unit=units)
+        heads = Division("query heads", config.heads), Division("key-value heads", config.kv_heads, copied=True)
+        self.qkv_proj.divisions = heads
+        self.heads, self.kv_heads = (self.qkv_proj.widths[name] // units[name] for name in ("q_proj", "k_proj"))
+        self.o_proj = RowLinear(config.heads * config.head_dim, config.hidden, unit=config.head_dim)
         self.q_norm = OffsetRMSNorm(config.head_dim, config.norm_eps, dtype)
         self.k_norm = OffsetRMSNorm(config.head_dim, config.norm_eps, dtype)
 
@@ -43,7 +48,7 @@ class GatedAttention(nn.Module):
         weight = self.qkv_proj.weight
         order = head_order(self.head_dim, self.rotary_dims).to(weight.device)
         rows = torch.arange(weight.shape[0], device=weight.device)
-        published, keys, values = torch.split(rows, list(self.qkv_proj.parts.values()))
+        published, keys, values = torch.split(rows, list(self.qkv_proj.widths.values()))
         queries, gates = published.view(self.heads, 2, self.head_dim).unbind(1)
         keys = keys.view(self.kv_heads, self.head_dim)
         wanted = torch.cat((queries[:, order].flatten(), keys[:, order].flatten(), values, gates.flatten()))

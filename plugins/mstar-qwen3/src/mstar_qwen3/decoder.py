@@ -93,6 +93,7 @@ class Qwen35Node(CausalLMNode):
     """Packed ids in, one sampled token per row out. Uses ``kv``, ``positions``, ``gdn_state`` and ``sampler``."""
 
     batch_invariant = False  # chunks of a prompt are summed up differently in other steps
+    tensor_parallel = True
 
     def __init__(self, config: TextConfig, dtype: torch.dtype):
         nn.Module.__init__(self)

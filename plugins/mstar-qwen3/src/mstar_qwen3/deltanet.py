@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mstar.nn.linear import MergedLinear, RowLinear
+from mstar.nn.linear import ColumnWeight, MergedLinear, RowLinear
+from mstar.nn.mesh import current_mesh
 from mstar.nn.norm import RMSNorm
 from mstar.nn.ops import delta as delta_ops
+from mstar.nn.shards import Cut, Division, Part, shares
 from mstar_qwen3.config import TextConfig
 
 __all__ = ["GatedDeltaNet"]
@@ -25,19 +28,28 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: TextConfig, index: int):
         super().__init__()
-        self.index, self.channels, self.heads = index, config.channels, config.value_heads
-        self.eps = config.norm_eps
-        inner = config.value_heads * config.value_dim
-        self.value_dim = config.value_dim
-        self.in_proj = MergedLinear(
-            config.hidden,
-            {"in_proj_qkv": config.channels, "in_proj_z": inner, "in_proj_b": self.heads, "in_proj_a": self.heads},
+        self.index, self.value_dim, self.eps = index, config.value_dim, config.norm_eps
+        heads, keys, inner = (
+            config.value_heads,
+            config.key_heads * config.key_dim,
+            config.value_heads * config.value_dim,
         )
-        self.conv1d = _Taps(config.channels, config.kernel)
+        channels = (keys, keys, inner)
+        self.in_proj = MergedLinear(
+            config.hidden, {"in_proj_qkv": channels, "in_proj_z": inner, "in_proj_b": heads, "in_proj_a": heads}
+        )
+        self.conv1d = ColumnWeight(config.channels, (1, config.kernel), sections=channels)
+        self._cut = Cut(0, heads, shares((heads,), current_mesh().tp))
+        self.heads = self._cut.length
+        self.divisions = (Division("key heads", config.key_heads), Division("value heads", heads))
         self.A_log = nn.Parameter(torch.empty(self.heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads), requires_grad=False)
         self.norm = RMSNorm(config.value_dim, config.norm_eps)
-        self.out_proj = RowLinear(inner, config.hidden)
+        self.out_proj = RowLinear(inner, config.hidden, unit=config.value_dim)
+
+    def published_parts(self, name: str) -> Iterator[Part]:
+        """Of what decays each head, which is this layer's own."""
+        yield Part("", cut=None if self._cut.whole else self._cut)
 
     def beside(
         self, x: Tensor, delta: Tensor | None, norm: RMSNorm, spans: delta_ops.Spans, state: Any
@@ -47,7 +59,7 @@ class GatedDeltaNet(nn.Module):
         :param state: the step's view of the recurrent state, tensors ``conv`` and ``delta``.
         """
         fused = self.in_proj.after(norm, x, delta)
-        mixed, z, b, a = torch.split(fused, list(self.in_proj.parts.values()), 1)
+        mixed, z, b, a = torch.split(fused, list(self.in_proj.widths.values()), 1)
         out = delta_ops.gated_delta_net(
             mixed,
             a,
@@ -62,11 +74,3 @@ class GatedDeltaNet(nn.Module):
         gate = z.view(z.shape[0], self.heads, self.value_dim)
         normed = delta_ops.gated_rms_norm(out, gate, self.norm.weight, self.norm.eps)
         return self.out_proj.add_to(x, normed.flatten(1))
-
-
-class _Taps(nn.Module):
-    """A depthwise convolution's weight ``[channels, 1, kernel]``."""
-
-    def __init__(self, channels: int, kernel: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel), requires_grad=False)

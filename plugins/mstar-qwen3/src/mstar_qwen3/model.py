@@ -34,6 +34,8 @@ _LARGEST_VIDEO = 32768
 class SeeingNode(Qwen35Node):
     """The language model, which finds media in the places of negative ids."""
 
+    tensor_parallel = True
+
     def embed(self, step: Step, ids: Tensor) -> Tensor:
         return step["media"].embed(ids, self.model.embed_tokens)  # type: ignore[no-any-return]
 
@@ -81,7 +83,7 @@ class Qwen35(Qwen35Text):
     def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
         if request.inputs.get("pieces") is not None:
             yield Run("look")
-        yield Run("generate")
+        yield Run("generate", values={"patches": None, "places": None})
 
     def resources(self) -> Mapping[str, ResourceSpec]:
         plain, vision = super().resources(), self.vision

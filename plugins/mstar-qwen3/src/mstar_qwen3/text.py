@@ -76,6 +76,7 @@ class Qwen35Text(CausalLM):
             state_dtype=text.state_dtype,
             page=kv.page_size,
             checkpoints=None,
+            heads={"conv": 0, "delta": 0},
         )
         return {**plain, "positions": Positions(axes=3, prompt="positions"), "gdn_state": state}
 

@@ -90,12 +90,17 @@ def write(folder: Path) -> None:
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_text(folder: Path) -> None:
-    """The language model alone, in the layout of ``Qwen3_5ForCausalLM``, with a head of its own."""
+def write_text(folder: Path, head_dim: int = HEAD_DIM, state_dim: int = STATE_DIM) -> None:
+    """The language model alone, in the layout of ``Qwen3_5ForCausalLM``, with a head of its own.
+
+    :param head_dim: of attention, a multiple of 32. :param state_dim: of the delta nets' keys and values. Kernels for
+        GPUs want the published sizes, 256 and 128, or others of their own.
+    """
     made = _write_texts(folder)
-    content = {"architectures": ["Qwen3_5ForCausalLM"], **text_config(made, tied=False)}
+    content = {"architectures": ["Qwen3_5ForCausalLM"], **text_config(made, False, head_dim, state_dim)}
     _write_json(folder / "config.json", content)
-    save_file(text_tensors(made, False), folder / "model.safetensors", metadata={"format": "pt"})
+    found = text_tensors(made, False, head_dim, state_dim)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def tokenizer() -> Tokenizer:
@@ -113,13 +118,13 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def text_config(made: Tokenizer, tied: bool) -> Config:
+def text_config(made: Tokenizer, tied: bool, head_dim: int = HEAD_DIM, state_dim: int = STATE_DIM) -> Config:
     """``text_config`` as transformers writes it."""
     rope = {
         "rope_type": "default",
         "rope_theta": 10_000.0,
         "partial_rotary_factor": 0.5,
-        "mrope_section": [4, 2, 2],
+        "mrope_section": [part * head_dim // 32 for part in (4, 2, 2)],
         "mrope_interleaved": True,
     }
     return {
@@ -131,14 +136,14 @@ def text_config(made: Tokenizer, tied: bool) -> Config:
         "layer_types": list(KINDS),
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "rope_parameters": rope,
         "linear_conv_kernel_dim": KERNEL,
-        "linear_key_head_dim": STATE_DIM,
-        "linear_value_head_dim": STATE_DIM,
+        "linear_key_head_dim": state_dim,
+        "linear_value_head_dim": state_dim,
         "linear_num_key_heads": KEY_HEADS,
         "linear_num_value_heads": VALUE_HEADS,
         "mamba_ssm_dtype": "float32",
@@ -148,7 +153,7 @@ def text_config(made: Tokenizer, tied: bool) -> Config:
     }
 
 
-def text_tensors(made: Tokenizer, tied: bool) -> Tensors:
+def text_tensors(made: Tokenizer, tied: bool, head_dim: int = HEAD_DIM, state_dim: int = STATE_DIM) -> Tensors:
     """The language model's, under the names of ``Qwen3_5ForCausalLM``."""
     draw = torch.Generator().manual_seed(7)
 
@@ -156,7 +161,7 @@ def text_tensors(made: Tokenizer, tied: bool) -> Tensors:
         return torch.randn(shape, generator=draw) * width
 
     found: Tensors = {"model.embed_tokens.weight": normal(made.get_vocab_size(), HIDDEN)}
-    inner, keys = VALUE_HEADS * STATE_DIM, KEY_HEADS * STATE_DIM
+    inner, keys = VALUE_HEADS * state_dim, KEY_HEADS * state_dim
     for layer, kind in enumerate(KINDS):
         shapes: dict[str, tuple[int, ...]] = {
             "input_layernorm": (HIDDEN,),
@@ -167,12 +172,12 @@ def text_tensors(made: Tokenizer, tied: bool) -> Tensors:
         }
         if kind == "full_attention":
             shapes |= {
-                "self_attn.q_proj": (2 * HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-                "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-                "self_attn.q_norm": (HEAD_DIM,),
-                "self_attn.k_norm": (HEAD_DIM,),
+                "self_attn.q_proj": (2 * HEADS * head_dim, HIDDEN),
+                "self_attn.k_proj": (KV_HEADS * head_dim, HIDDEN),
+                "self_attn.v_proj": (KV_HEADS * head_dim, HIDDEN),
+                "self_attn.o_proj": (HIDDEN, HEADS * head_dim),
+                "self_attn.q_norm": (head_dim,),
+                "self_attn.k_norm": (head_dim,),
             }
         else:
             shapes |= {
@@ -186,7 +191,7 @@ def text_tensors(made: Tokenizer, tied: bool) -> Tensors:
         own = f"model.layers.{layer}."
         found |= {f"{own}{name}.weight": normal(*shape) for name, shape in shapes.items()}
         if kind == "linear_attention":
-            found[f"{own}linear_attn.norm.weight"] = 1 + normal(STATE_DIM)
+            found[f"{own}linear_attn.norm.weight"] = 1 + normal(state_dim)
             found[f"{own}linear_attn.A_log"] = torch.rand(VALUE_HEADS, generator=draw) - 1
             found[f"{own}linear_attn.dt_bias"] = normal(VALUE_HEADS, width=1.0) - 1  # a state that lasts
             found[f"{own}linear_attn.conv1d.weight"] *= 2

@@ -41,9 +41,11 @@ _CUSTOM_TOKENS = 12
 """Beside the codes."""
 
 
-def write_orpheus(folder: Path) -> None:
-    """Write a language model that keeps to the order of a frame's codes, and now and then ends, and a SNAC to
-    *folder*."""
+def write_orpheus(folder: Path, **sizes: int) -> None:
+    """Write a language model that keeps to the order of a frame's codes, and now and then ends, and a SNAC to *folder*.
+
+    :param sizes: of the language model, instead of the tiny ones, as its config names them.
+    """
     generator = torch.Generator().manual_seed(7)
     tokenizer, tokens = _tokenizer()
     config = {
@@ -69,6 +71,7 @@ def write_orpheus(folder: Path) -> None:
         "tie_word_embeddings": False,
         "first_custom_token": tokens.custom,
         "vocab_size": tokenizer.get_vocab_size(),
+        **sizes,
     }
     write_folder(folder, tokenizer, template=None, **config)
     with torch.device("meta"):
