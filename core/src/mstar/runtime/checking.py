@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mstar.graph.program import Plan, compile_graph
+from mstar.nn.mesh import SINGLE, Mesh, building
 from mstar.nn.model import Model
 from mstar.registry import load_object
-from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.runtime.deployment_files import (
@@ -60,7 +60,9 @@ from mstar.weights.sources import (
     present_weights,
 )
 from mstar.worker import build
+from mstar.worker.layout import divided_resources, mesh_faults
 from mstar.worker.memory import free_memory
+from mstar.worker.shadow import META, on_meta
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
 __all__ = ["Checked", "Fault", "NodeSize", "PoolSize", "check_model", "find_target"]
 
 log = logging.getLogger(__name__)
-
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -379,9 +379,13 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
-        faults += build.placement_faults(deployment, [node.name for node in graph.nodes])
+        faults += build.layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
-        _check_nodes(checked, model, graph, dtype)
+        meshes = {name: Mesh.sketch(place.tp, place.sp) for name, place in deployment.placement.items()}
+        meshes = {node.name: meshes.get(node.name, SINGLE) for node in graph.nodes}
+        _check_nodes(checked, model, graph, dtype, meshes, where)
+        with checked.stage(where.file_of("placement"), "placement"):
+            checked.declared = divided_resources(declared, graph, meshes)
         if not found:
             _check_pools(checked, compile_graph(graph), deployment, registry, where)
             checked.complete = not checked.left_out
@@ -400,20 +404,26 @@ def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
             )
 
 
-def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtype) -> None:
+def _check_nodes(
+    checked: Checked, model: Model, graph: Graph, dtype: torch.dtype, meshes: Mapping[str, Mesh], where: _Where
+) -> None:
+    """Build each node as one of its ranks has it."""
     for spec in graph.nodes:
-        with checked.stage(checked.spec.model, f"node {spec.name!r}"):
+        mesh = meshes[spec.name]
+        with checked.stage(checked.spec.model, f"node {spec.name!r}"), building(mesh):
             # Nodes without published weights make their own tensors, perhaps from values: they are built for real.
             if model.weights(spec.name) is None:
                 node = model.build(spec.name)
             else:
-                with _META:
+                with META:
                     node = model.build(spec.name)
             tensors = [*node.parameters(), *node.buffers()]
             count = sum(parameter.numel() for parameter in node.parameters())
             size = sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.dtype.itemsize) for t in tensors)
             checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size))
             checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
+            key = f"placement.{spec.name}"
+            checked.faults += [Fault(where.file_of(key), key, fault) for fault in mesh_faults(spec.name, node, mesh)]
 
 
 def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: _Where) -> None:
@@ -435,9 +445,7 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     )
 
     def make(name: str, context: ResourceContext) -> Resource:
-        backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
-        context = replace(context, device=_META, attention_backends=backends, stage=Stage(_META))
-        return build.make_resource(name, declared[name], context, registry)
+        return build.make_resource(name, declared[name], on_meta(context, device), registry)
 
     for name in memory.order:
         key = f"resources.{name}"
@@ -451,20 +459,3 @@ def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:
     longest = getattr(pool.spec, "max_tokens", None)
     full = None if longest is None else pool.capacity() // (pool.units(longest) * per_request)
     return PoolSize(pool.name, pool.spec.kind, pool.capacity(), pool.device_bytes(), owners, full)
-
-
-class _Elsewhere(AttentionBackend):
-    """A backend that is asked for the device which the deployment means, while the pools stand on the meta device."""
-
-    def __init__(self, inner: AttentionBackend, device: torch.device):
-        self._inner, self._device = inner, device
-        self.name, self.priority = inner.name, inner.priority
-
-    def supports(self, need: AttentionNeed) -> str | None:
-        return self._inner.supports(replace(need, device=self._device))
-
-    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
-        return self._inner.plan_kv(memory, batch, stage, key)
-
-    def plan_ragged(self, lengths: Any, stage: Stage, key: str) -> RaggedPlan:
-        return self._inner.plan_ragged(lengths, stage, key)

@@ -1,0 +1,52 @@
+"""How the processes of a mesh find each other.
+
+They meet over a file in a folder that their executor made: no port is opened for it and no environment variable read.
+A process is in one mesh at most, and its processes are the world of ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mstar.nn.mesh import Mesh
+from mstar.spec.deployment import EngineOptions
+from mstar.spec.errors import SetupError
+from mstar.spec.placement import Layout
+from mstar.worker.layout import open_world
+
+__all__ = ["join_meshes"]
+
+_PATIENCE = datetime.timedelta(minutes=10)
+"""For the others to come, and for one exchange. A step that hangs longer ends by its executor's limit anyway."""
+
+
+def join_meshes(
+    layout: Layout, rank: int, device: torch.device, engine: EngineOptions, meeting: str | None
+) -> dict[str, Mesh]:
+    """Wait for the other processes of *rank*'s mesh; the mesh of each node that *rank* runs with others.
+
+    :param meeting: a folder that all of them see, used for this start only.
+    :raises SetupError: the others did not come.
+    """
+    ranks = layout.gang(rank)
+    if len(ranks) == 1:
+        return {}
+    shared = {node: seat for node in layout.seats if (seat := layout.seat_of(node, rank)) and len(seat.ranks) > 1}
+    if meeting is None:
+        raise SetupError(f"{', '.join(shared)}: several processes are to run it, and there is one; use 'processes'")
+    meet = Path(meeting, "mesh-" + "-".join(map(str, ranks)))
+    store = dist.FileStore(str(meet), len(ranks))  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, store=store, rank=ranks.index(rank), world_size=len(ranks), timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:
+        raise SetupError(f"rank {rank} did not find the others of its mesh {list(ranks)}: {error}") from error
+    world = open_world(device, engine)
+    made = {node: world.mesh(range(len(ranks)), seat.tp, seat.sp) for node, seat in shared.items()}
+    return {node: mesh for node, mesh in made.items() if mesh is not None}
