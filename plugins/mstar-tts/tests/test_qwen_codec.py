@@ -19,6 +19,7 @@ from mstar.spec.errors import WeightsError
 from mstar.testing.compiling import fresh_compiler
 from mstar.testing.sounds import babble
 from mstar.weights.loader import load
+from mstar_tts.codec_blocks import Carry
 from mstar_tts.qwen3_tts.codec import Codec, codec_weights
 from mstar_tts.qwen3_tts.codec_config import CodecConfig, SpeakerConfig
 from mstar_tts.qwen3_tts.codec_decoder import DecoderState
@@ -232,6 +233,17 @@ def test_ten_frames_reach_beyond_the_last_at_the_published_sizes() -> None:
     shapes = decoder.state_shapes(config.decoder)
     assert shapes["kv"] == (8, 2, 71, 16, 64)
     assert 4 * sum(torch.Size(shape).numel() for shape in shapes.values()) < 5.3e6
+
+
+def test_no_sound_depends_on_more_frames_than_prime_computes(codec: Codec) -> None:
+    """By gradients: how many frames before its own the first sample of a frame depends on through convolutions."""
+    decoder, last = codec.decoder, 15
+    with torch.enable_grad():
+        latent = torch.randn(1, CONFIG.decoder.latent, last + 1, requires_grad=True)
+        decoder._sound(latent, Carry())[0, last * CONFIG.samples_per_frame].backward()
+    assert latent.grad is not None
+    first = int(latent.grad[0].abs().sum(0).nonzero()[0])
+    assert last - first == decoder.reach() == 10
 
 
 def test_codes_that_no_codebook_has_are_the_nearest(codec: Codec) -> None:
