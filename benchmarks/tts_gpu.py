@@ -32,7 +32,7 @@ from speech.floors import floors
 from speech.streams import Speaker, run_streams
 
 PARTS = ("check", "floors", "streams")
-PROMPT = 60
+PROMPT = 100
 """Tokens of a prompt, about: what stands before the sound in the language model's context."""
 
 
@@ -45,7 +45,7 @@ def options_of(family: Family, streams: Sequence[int], seconds: float, device: s
         "max_concurrent_requests": most + 8,
     }
     if family.parts and not small:
-        tokens = int((PROMPT + 32 + family.steps_per_s * (seconds + 1)) * (most + 8))
+        tokens = int((PROMPT + 64 + family.steps_per_s * (seconds + 1)) * (most + 8))
         found["resources"] = {"kv": {"tokens": -(-tokens // 256) * 256}}
         found["model_kwargs"] = dict(family.options)
     return found
