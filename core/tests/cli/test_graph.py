@@ -26,7 +26,7 @@ def test_text(mstar: Run) -> None:
         "│           ├── thinker(ids = prompt) → token, stream text, stream hidden",
         "│           └── repeat until token is a stop token",
         "│   ├── frames: talker → codec (tokens, 4 at a time, after 2 of context)",
-        "    ├── sampler: sampler (vocab=64, prompt=prompt, penalised=False)",
+        "    ├── sampler: sampler (vocab=64, prompt=prompt, penalised=False, filtered=False)",
     ):
         assert line in out.splitlines()
 

@@ -323,6 +323,17 @@ def test_where_all_requests_have_a_penalty_the_first_finds_its_graphs(
     assert not runner.faults
 
 
+@pytest.mark.parametrize(("filtered", "wanted"), [(False, {False, True}), (True, {True})])
+def test_which_filters_are_captured_first_follows_from_the_sampler(
+    filtered: bool, wanted: set[bool], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(miniature("mini_chat"), registry)
+    sampler: Any = driver.worker.resources["sampler"]
+    sampler.spec = dataclasses.replace(sampler.spec, filtered=filtered)
+    runner, _ = record_steps(monkeypatch, driver, rows=2)
+    assert {dict(key[4])["sampler"].filters for key in runner._lanes} == wanted
+
+
 def count_on_the_host(self: Any, step: Step, ids: Tensor) -> dict[str, Any]:
     token = (context_sums(step, ids) + step["positions"].positions + 1) % VOCAB
     ends = torch.tensor(list(step.lengths)).cumsum(0) - 1

@@ -89,6 +89,8 @@ def test_recorded_steps_change_nothing(
     key, want = wanted
     driver = make(key)
     runner, recorder = record_steps(monkeypatch, driver, rows=4)
+    talkers = [dict(place[4]) for place in runner._lanes if place[:2] == ("talker", "forward")]
+    assert {(v["sampler"].filters, v["sampler"].edits, v["subtalker"].filters) for v in talkers} == {(True, True, True)}
     for name, example in requests(key).items():
         driver.submit(name, example)
     driver.run()

@@ -239,9 +239,10 @@ class SamplerResource(SlotResource):
 
     @property
     def variants(self) -> Sequence[Variant]:
-        """Steps with edits are captured when they come, unless all have them."""
+        """Steps with edits are captured when they come, unless all have them; those without filters, unless few have
+        none."""
         edits = self.spec.penalised
-        return (Variant(False, edits), Variant(True, edits))
+        return (Variant(True, edits),) if self.spec.filtered else (Variant(False, edits), Variant(True, edits))
 
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> SamplerView:
         stage = self.context.stage

@@ -238,12 +238,15 @@ class Sampler(ResourceSpec):
     :param prompt: name of the request input with the prompt's ids (penalties count them), or ``None``.
     :param penalised: all requests have a penalty: steps with one are captured before the first request, and not those
         without.
+    :param filtered: nearly all requests drop unlikely tokens (top-k, top-p, min-p): of steps in which nobody does, no
+        graphs are captured before the first request.
     """
 
     kind: ClassVar[str] = "sampler"
     vocab: int = 0
     prompt: str | None = "prompt"
     penalised: bool = False
+    filtered: bool = False
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,16 @@ class SamplingDefaults:
     subtalker_top_p: float = 1.0
     max_new_tokens: int = 2048
 
+    @property
+    def filters(self) -> bool:
+        """Whether a request that says nothing drops unlikely codes of group 0."""
+        return self.do_sample and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def subtalker_filters(self) -> bool:
+        """The same of the other groups."""
+        return self.subtalker_dosample and (self.subtalker_top_k > 0 or self.subtalker_top_p < 1)
+
     @classmethod
     def read(cls, folder: Path | None) -> SamplingDefaults:
         given = {} if folder is None else read_json(folder, "generation_config.json")

@@ -182,8 +182,12 @@ class Qwen3TTS(Model):
         return {
             "kv": replace(shape.kv(), prefix_cache=False),
             "positions": Positions(),
-            "sampler": replace(shape.sampler(prompt=None), penalised=self.defaults.repetition_penalty != 1),
-            "subtalker": Sampler(vocab=config.predictor.vocab, prompt=None),
+            "sampler": replace(
+                shape.sampler(prompt=None),
+                penalised=self.defaults.repetition_penalty != 1,
+                filtered=self.defaults.filters,
+            ),
+            "subtalker": Sampler(config.predictor.vocab, prompt=None, filtered=self.defaults.subtalker_filters),
             "text": RecurrentState(text),
             "codec": self._codec_state,
         }
