@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as published
 
-from mstar.nn.ops import delta
+from mstar.nn import ops
+from mstar.nn.ops import delta, delta_reference
 from mstar.nn.ops.delta import Spans, StateSlots
 
 K_HEADS, V_HEADS, K, V, WIDTH = 2, 4, 16, 8, 4
@@ -114,16 +117,49 @@ def test_a_state_that_is_not_kept_changes_nothing() -> None:
     inputs, state = rule([3, 1])
     before = state.pool.clone()
     kept = delta.gated_delta_rule(*inputs, spans([3, 1]), StateSlots(state.pool.clone(), *state[1:]))
-    assert torch.equal(delta.gated_delta_rule(*inputs, spans([3, 1]), state._replace(target=None)), kept)
+    left = delta.gated_delta_rule(*inputs, spans([3, 1]), state._replace(target=None))
+    torch.testing.assert_close(left, kept, rtol=1e-6, atol=1e-6)
     assert torch.equal(state.pool, before)
 
 
-def test_a_state_in_bfloat16_is_rounded_once_a_step() -> None:
-    inputs, state = rule([70], torch.bfloat16)
+@pytest.mark.parametrize("lengths", [[70], [1, 1]])
+def test_a_state_in_bfloat16_is_rounded_once_a_step(lengths: list[int]) -> None:
+    inputs, state = rule(lengths, torch.bfloat16)
     wide = StateSlots(state.pool.float(), *state[1:])
-    exact = delta.gated_delta_rule(*inputs, spans([70]), wide)
-    assert torch.equal(delta.gated_delta_rule(*inputs, spans([70]), state), exact)
-    assert torch.equal(state.pool[state.target], wide.pool[wide.target].bfloat16())
+    exact = delta.gated_delta_rule(*inputs, spans(lengths), wide)
+    got = delta.gated_delta_rule(*inputs, spans(lengths), state)
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(state.pool[state.target].float(), wide.pool[wide.target], rtol=2**-8, atol=1e-6)
+
+
+def test_kernels_can_be_loaded_before_the_first_step() -> None:
+    code = (
+        "import sys, torch; from mstar.nn.ops import cpu_kernels_fault, delta\n"
+        "delta.prepare(torch.device('cpu'))\n"
+        "assert cpu_kernels_fault() is not None or 'mstar.nn.ops.cpu_delta' in sys.modules\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_numba_torch_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, state = rule([1, 1, 1])
+    plain = state._replace(pool=state.pool.clone())
+    got = delta.gated_delta_rule(*inputs, spans([1, 1, 1]), state)
+    monkeypatch.setattr(ops, "cpu_kernels_fault", lambda: "not installed")
+    assert delta._on(state.pool) is delta_reference
+    torch.testing.assert_close(got, delta.gated_delta_rule(*inputs, spans([1, 1, 1]), plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.pool, plain.pool, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_decodes_beside_prompts_gets_what_it_gets_alone() -> None:
+    inputs, state = rule([1, 9, 1])
+    before = state.pool.clone()
+    beside = delta.gated_delta_rule(*inputs, spans([1, 9, 1]), state)
+    at = torch.tensor([0, 10])
+    alone_state = StateSlots(before, state.source[[0, 2]], state.target[[0, 2]])
+    alone = delta.gated_delta_rule(*(x[at] for x in inputs), spans([1, 1]), alone_state)
+    assert torch.equal(beside[at], alone)
+    assert torch.equal(before[alone_state.target], state.pool[alone_state.target])
 
 
 def layer() -> published.Qwen3_5GatedDeltaNet:

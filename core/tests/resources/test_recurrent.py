@@ -279,6 +279,24 @@ def test_checkpoints_are_part_of_the_memory_plan() -> None:
     assert state(owners=4, spec=kept[3], memory=13 * one).device_bytes() == 13 * one
     with pytest.raises(SetupError, match=rf"3 checkpoints of {one} need 208 B.*resources\.state\.checkpoints: 2"):
         state(owners=4, spec=kept[3], memory=12 * one)
-    assert state(owners=4, spec=kept[None]).checkpoints.most == 4
+    assert state(owners=4, spec=kept[None]).checkpoints.most == 8
     assert state(owners=4, spec=kept[None], memory=(10 + 16) * one).checkpoints.most == 2
     assert state(owners=4, spec=kept[None], memory=10 * one).checkpoints.most == 0
+
+
+def test_ids_behind_some_that_are_never_told_name_no_checkpoint() -> None:
+    """A request of a session was cancelled while its last step was under way; the next one goes on behind it."""
+    resource = state(spec=KEEPING)
+    owner = start(resource, "session")
+    told(resource, owner, 1.0, [5])
+    told(resource, owner, 2.0, None)  # its id is 6, which nobody will tell
+    told(resource, owner, 4.0, [7, 8], 2)
+    told(resource, owner, 8.0, None)
+    resource.learn(owner, [9])
+    told(resource, owner, 16.0, None)
+    resource.learn(owner, [9])
+    resource.check([owner])
+    heir = start(resource, "b")
+    for ids in ([5, 9, 1], [5, 7, 8, 9, 1], [5, 6, 7, 8, 1], [5, 9, 9, 1, 1]):
+        assert resource.match(heir, ids) == 0
+    assert resource.usage().cached == 0

@@ -103,6 +103,15 @@ def test_few_checkpoints_make_room_for_one_another(registry: Registry) -> None:
     assert counts["evicted"] > 2
 
 
+def test_an_answer_drives_out_no_prompt(registry: Registry) -> None:
+    """Of a long answer only the last checkpoint stays, also while there is no room."""
+    driver = Driver(MINI, registry, resources={"state": {"checkpoints": 3}})
+    ask(driver, "short", "abcdefghij", tokens=1)
+    ask(driver, "long", "ABCDEFGHIJ", tokens=60)
+    assert ask(driver, "again", "abcdefghij", tokens=1)[1] == 8
+    assert state_of(driver).checkpoints.evicted <= 1
+
+
 def test_without_checkpoints_prompts_are_neither_shared_nor_cut(registry: Registry) -> None:
     driver = Driver(MINI, registry, resources={"state": {"checkpoints": 0}})
     assert [ask(driver, name, "abcdefghijklmnopqrstu", tokens=1)[1] for name in ("first", "second")] == [0, 0]

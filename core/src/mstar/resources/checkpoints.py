@@ -45,9 +45,13 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._kept)
 
+    @property
+    def full(self) -> bool:
+        return len(self._kept) >= self.most
+
     def make(self, slot: int, length: int, moves: bool) -> Checkpoint:
         """Keep the state of *slot*, which is that after *length* tokens."""
-        while len(self._kept) >= self.most:
+        while self.full:
             self.drop(next(iter(self._kept)))
             self.evicted += 1
         made = Checkpoint(self._places.keep(slot), length, moves)
@@ -102,13 +106,14 @@ class Lineage:
         others hold what they need to go on with its prompt, beyond the longest checkpoint.
     """
 
-    __slots__ = ("_chain", "_moving", "_store", "_waiting", "branch", "last", "length", "salt")
+    __slots__ = ("_chain", "_lost", "_moving", "_store", "_waiting", "branch", "last", "length", "salt")
 
     def __init__(self, store: Checkpoints, salt: str):
         self._store, self.salt = store, salt
         self._chain = PageChain(salt, store.page)
         self._waiting: list[Checkpoint] = []
         self._moving: Checkpoint | None = None
+        self._lost = False
         self.length = self.last = self.branch = 0
 
     def skip(self, ids: Sequence[int]) -> None:
@@ -121,16 +126,27 @@ class Lineage:
 
         :param complete: they are the last of a prompt, or one of an answer: only the last checkpoint of those stays.
         """
-        known = ids is not None and self._chain.known == self.length
+        if ids is not None and self._chain.known < self.length:
+            self._lose()
         self.length += tokens
-        if self.length % self._store.page == 0:
+        if self.length % self._store.page == 0 and not self._lost:
+            if complete and self._moving is not None and self._store.full:
+                self._store.drop(self._moving)  # rather than one of somebody else's
             self._waiting.append(self._store.make(slot, self.length, moves=complete))
             self.last = self.length
-        if known and ids is not None:
+        if ids is not None:
             self.learn(ids)
+
+    def _lose(self) -> None:
+        """Some ids in between will never be told: the step that read them was under way when its request was cancelled,
+        and a session goes on. What comes behind them has no name."""
+        self._lost = True
+        self.end()
 
     def learn(self, ids: Sequence[int]) -> None:
         """The ids of the first tokens that were not known."""
+        if self._lost:
+            return
         for length, key in self._chain.add(ids):
             if self._waiting and self._waiting[0].length == length:
                 self._named(self._waiting.pop(0), key)
@@ -146,15 +162,15 @@ class Lineage:
     def retract(self, tokens: int) -> None:
         """The last *tokens*, whose ids were never told, are no more."""
         self.length -= tokens
-        if self._chain.known > self.length:
+        if self._chain.known > self.length and not self._lost:
             raise IntegrityError("a context cannot take back tokens whose ids are known")
         while self._waiting and self._waiting[-1].length > self.length:
             self._store.drop(self._waiting.pop())
 
     def end(self) -> None:
         """Nothing more will be known."""
-        for checkpoint in self._waiting:
-            self._store.drop(checkpoint)
+        while self._waiting:
+            self._store.drop(self._waiting.pop())
 
     def cut(self, tokens: int, apart: int) -> int:
         """How many of the *tokens* left of a prompt to run before the next checkpoint; all if none is wanted.

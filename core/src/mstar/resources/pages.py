@@ -43,9 +43,10 @@ class Growth(NamedTuple):
 
 class _Context:
     """One owner's books. ``ids`` are those of its first committed tokens: all of them, or up to the first whose id the
-    host does not know (yet)."""
+    host does not know (yet). ``lost``: it will never be told, since its step was under way when its request was
+    cancelled, and a session went on behind it."""
 
-    __slots__ = ("home", "ids", "is_open", "keys", "length", "promise", "salt", "table")
+    __slots__ = ("home", "ids", "is_open", "keys", "length", "lost", "promise", "salt", "table")
 
     def __init__(self) -> None:
         self.promise = 0
@@ -56,6 +57,7 @@ class _Context:
         self.salt = b""
         self.ids: array[int] = array("q")
         self.keys: list[bytes] = []
+        self.lost = False
 
 
 class PagePool:
@@ -185,14 +187,17 @@ class PagePool:
         context = self._get(owner)
         if ids is not None and len(ids) != tokens:
             raise IntegrityError(f"{owner} committed {tokens} tokens with {len(ids)} ids")
-        known = ids is not None and len(context.ids) == context.length
+        if ids is not None and len(context.ids) < context.length:
+            context.lost = True
         context.length += tokens
-        if known and ids is not None:
+        if ids is not None and not context.lost:
             self._add_ids(context, ids)
 
     def learn(self, owner: Owner, ids: Sequence[int]) -> None:
         """The *ids* of the first committed tokens whose ids were not known."""
         context = self._get(owner)
+        if context.lost:
+            return
         if len(context.ids) + len(ids) > context.length:
             raise IntegrityError(f"{owner} learns more ids than it has tokens")
         self._add_ids(context, ids)

@@ -280,7 +280,8 @@ def _checkpoints(name: str, spec: RecurrentState, context: ResourceContext, one:
     """How many states of *one* bytes are kept beside those of *slots* slots (promise P3)."""
     left = None if context.memory is None else context.memory - 2 * (slots + 1) * one
     if spec.checkpoints is None:
-        return context.max_owners if left is None or not one else min(context.max_owners, left // 8 // one)
+        wanted = 2 * context.max_owners  # of each the end of its prompt and of its answer
+        return wanted if left is None or not one else min(wanted, left // 8 // one)
     if left is None or context.memory is None or spec.checkpoints * one <= left:
         return spec.checkpoints
     needed = (2 * (slots + 1) + spec.checkpoints) * one

@@ -112,8 +112,8 @@ class RecurrentState(ResourceSpec):
     :param layers: how many layers have these tensors, each its own.
     :param slots: contexts held; ``None`` = the concurrency cap.
     :param state_dtype: ``"float32"``, or ``"bfloat16"`` for half the memory and traffic at some loss.
-    :param checkpoints: states kept; 0: no prompt is shared; ``None``: as many as contexts, as far as an eighth of the
-        memory that the slots leave allows.
+    :param checkpoints: states kept; 0: no prompt is shared; ``None``: two for each context, as far as an eighth of
+        the memory that the slots leave allows.
     :param page: tokens of a page of the keys and values beside this state.
     :param checkpoint_tokens: the most tokens between two checkpoints of a prompt, whose steps end there; at its end
         there is one if the last is a quarter of that away.

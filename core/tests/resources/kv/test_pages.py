@@ -292,3 +292,19 @@ def test_a_retracted_token_is_written_again() -> None:
         pool.retract(owner, 1)
     pool.close(owner)
     pool.check([])
+
+
+def test_ids_behind_some_that_are_never_told_name_no_page() -> None:
+    """A request of a session was cancelled while its last step was under way; the next one goes on behind it."""
+    pool = PagePool(8, 2)
+    session, other = Owner("session"), Owner("other")
+    for owner in (session, other):
+        assert pool.reserve(owner, 4)
+        pool.open(owner)
+    for count, ids in ((1, (5,)), (1, None), (2, (7, 8)), (1, None)):  # the second token's id stays unknown
+        pool.grow(session, count)
+        pool.commit(session, count, ids)
+    pool.learn(session, (9,))
+    for ids in ([5, 9, 1], [5, 7, 1], [5, 7, 8, 9, 1]):
+        assert pool.match(other, ids) == 0
+    pool.check([session, other])

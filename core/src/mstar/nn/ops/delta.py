@@ -10,7 +10,8 @@ Sources: "Gated Delta Networks" (arXiv:2412.06464), and "Parallelizing Linear Tr
 
 The operations read a row's state in one place and write the next one to another, so that nothing which a repeated step
 would read changes (:mod:`mstar.resources.recurrent`). Each has a plain torch version
-(:mod:`mstar.nn.ops.delta_reference`), which says what it means, and Triton kernels on CUDA
+(:mod:`mstar.nn.ops.delta_reference`), which says what it means, a numba
+kernel for decoding on the CPU (:mod:`mstar.nn.ops.cpu_delta`), and Triton kernels on CUDA
 (:mod:`mstar.nn.ops.cuda_delta`, :mod:`mstar.nn.ops.cuda_delta_chunks`). State is computed in float32, whatever its
 dtype.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import accumulate, pairwise
 from types import ModuleType
 from typing import NamedTuple, TypeVar
 
@@ -28,7 +30,16 @@ from torch import Tensor
 from mstar.nn import ops
 from mstar.nn.ops import delta_reference
 
-__all__ = ["CHUNK", "Spans", "StateSlots", "causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm"]
+__all__ = [
+    "CHUNK",
+    "Spans",
+    "StateSlots",
+    "causal_conv",
+    "gated_delta_net",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "prepare",
+]
 
 CHUNK = 64
 """Tokens of a row that are computed at once."""
@@ -66,6 +77,11 @@ class Spans:
         return lengths
 
     @cached_property
+    def bounds(self) -> list[tuple[int, int]]:
+        """First token of each row and the one behind its last; as :attr:`lengths`."""
+        return list(pairwise(accumulate(self.lengths, initial=0)))
+
+    @cached_property
     def row_of(self) -> Tensor:
         """The row of each token, int64 ``[tokens]``."""
         place = torch.arange(self.tokens, device=self.offsets.device)
@@ -92,6 +108,12 @@ class Spans:
         return torch.cat((ends.new_zeros(1), ends))
 
 
+def prepare(device: torch.device) -> None:
+    """Load the kernels for *device*, or compile them, so that the first step need not: for :meth:`Model.loaded
+    <mstar.nn.model.Model.loaded>`. Triton's are compiled at their first use all the same."""
+    _on(torch.empty(0, device=device))
+
+
 _F = TypeVar("_F", bound=Callable[..., Tensor])
 
 
@@ -101,6 +123,10 @@ def _opaque(operation: _F) -> _F:
 
 
 def _on(x: Tensor) -> ModuleType:
+    if x.is_cpu and ops.cpu_kernels_fault() is None:
+        from mstar.nn.ops import cpu_delta
+
+        return cpu_delta
     if not x.is_cuda or ops.cuda_kernels_fault() is not None:
         return delta_reference
     from mstar.nn.ops import cuda_delta

@@ -6,6 +6,7 @@ prompts gets what it gets alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,29 +16,23 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mstar.nn.ops.delta import Spans, StateSlots
 
-__all__ = ["causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm", "gates", "unit"]
+__all__ = [
+    "causal_conv",
+    "gated_delta_net",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "gates",
+    "netted",
+    "ruled",
+    "step",
+    "unit",
+]
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, "StateSlots"], Tensor]
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, "Spans", "StateSlots"], Tensor]
+Net = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Spans", "StateSlots", "StateSlots"], Tensor]
 
 _EPS = 1e-6  # of the lengths of queries and keys
-
-
-def gated_delta_net(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    spans: Spans,
-    window: StateSlots,
-    state: StateSlots,
-) -> Tensor:
-    _, v_heads, key, value = state.pool.shape
-    mixed = causal_conv(mixed, conv_weight, None, spans, window)
-    keys = (mixed.shape[1] - v_heads * value) // 2
-    g, beta = gates(a, b, a_log, dt_bias)
-    n, heads = mixed.shape[0], keys // key
-    q, k = mixed[:, :keys].view(n, heads, key), mixed[:, keys : 2 * keys].view(n, heads, key)
-    return gated_delta_rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
 
 
 def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,48 +95,49 @@ def _single(spans: Spans) -> bool:
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
-def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, state: StateSlots
-) -> Tensor:
-    group = v.shape[1] // q.shape[1]
-    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-    q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
-    wide, beta = v.float(), beta.float()
-    s = state.pool.index_select(0, state.source).float()
-    if _single(spans):
-        out, s = _one(q, k, wide, g, beta, s)
-    else:
-        out = _ragged(q, k, wide, g, beta, spans, s)
-    if state.target is not None:
-        state.pool.index_copy_(0, state.target, s.to(state.pool.dtype))
-    return out.to(v.dtype)
-
-
-def _one(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of *s* ``[rows, H, K, V]``: outputs ``[rows, H, V]`` and the states after it."""
-    s = s * g.exp()[..., None, None]
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: StateSlots) -> Tensor:
+    """One token of each row: outputs ``[rows, H, V]``; *state* is written. All float32 ``[rows, H, …]``, *q* and *k* of
+    the lengths that they are to have."""
+    s = state.pool.index_select(0, state.source).float() * g.exp()[..., None, None]
     held = (k.unsqueeze(-2) @ s).squeeze(-2)
     s = torch.baddbmm(
         s.flatten(0, 1), k.flatten(0, 1).unsqueeze(2), ((v - held) * beta.unsqueeze(-1)).flatten(0, 1).unsqueeze(1)
     ).view_as(s)
-    return (q.unsqueeze(-2) @ s).squeeze(-2), s
+    if state.target is not None:
+        state.pool.index_copy_(0, state.target, s.to(state.pool.dtype))
+    return (q.unsqueeze(-2) @ s).squeeze(-2)
 
 
-def _ragged(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, s: Tensor) -> Tensor:
-    """Rows of any lengths. *s* ``[rows, H, K, V]`` is advanced in place."""
-    device, lengths = v.device, spans.lengths
-    out = torch.empty_like(v)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    singles = torch.tensor([r for r, length in enumerate(lengths) if length == 1], dtype=torch.int64, device=device)
-    if len(singles):
-        at = spans.offsets[singles]
-        out[at], s[singles] = _one(q[at], k[at], v[at], g[at], beta[at], s[singles])
-    longer = [r for r, length in enumerate(lengths) if length > 1]
-    if longer:
-        _chunked(q, k, v, g, beta, out, s, [(r, starts[r], starts[r + 1]) for r in longer])
-    return out
+def ruled(step: Step) -> Rule:
+    """``gated_delta_rule`` with *step* for rows of one token."""
+
+    def gated_delta_rule(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, state: StateSlots
+    ) -> Tensor:
+        group = v.shape[1] // q.shape[1]
+        q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+        q, k = q.repeat_interleave(group, 1), k.repeat_interleave(group, 1)
+        values, beta = v.float(), beta.float()
+        if _single(spans):
+            return step(q, k, values, g, beta, state).to(v.dtype)
+        out = torch.empty_like(values)
+        ones = torch.tensor([r for r, length in enumerate(spans.lengths) if length == 1], device=v.device).long()
+        if len(ones):
+            at = spans.offsets[ones]
+            out[at] = step(q[at], k[at], values[at], g[at], beta[at], _of(state, ones))
+        others = [r for r, length in enumerate(spans.lengths) if length != 1]
+        mine = _of(state, torch.tensor(others, device=v.device).long())
+        s = mine.pool.index_select(0, mine.source).float()
+        _chunked(q, k, values, g, beta, out, s, [spans.bounds[r] for r in others])
+        if mine.target is not None:
+            mine.pool.index_copy_(0, mine.target, s.to(mine.pool.dtype))
+        return out.to(v.dtype)
+
+    return gated_delta_rule
+
+
+def _of(state: StateSlots, rows: Tensor) -> StateSlots:
+    return state._replace(source=state.source[rows], target=None if state.target is None else state.target[rows])
 
 
 def _chunked(
@@ -152,14 +148,19 @@ def _chunked(
     beta: Tensor,
     out: Tensor,
     s: Tensor,
-    rows: list[tuple[int, int, int]],
+    rows: list[tuple[int, int]],
 ) -> None:
-    """The rows *rows* (number, first token, end), by chunks: what the tokens of a chunk are to each other for all
-    chunks at once, then the state through the chunks of each row, all rows abreast."""
+    """The rows *rows* (first token, end) by chunks: what the tokens of a chunk are to each other for all chunks at
+    once, then the state through the chunks of each row, all rows abreast. *s* ``[rows, H, K, V]`` is advanced in
+    place."""
     from mstar.nn.ops.delta import CHUNK
 
     device = v.device
-    parts = [(r, first, min(first + CHUNK, end)) for r, begin, end in rows for first in range(begin, end, CHUNK)]
+    parts = [
+        (r, first, min(first + CHUNK, end)) for r, (begin, end) in enumerate(rows) for first in range(begin, end, CHUNK)
+    ]
+    if not parts:
+        return
     first = torch.tensor([part[1] for part in parts], device=device)
     count = torch.tensor([part[2] - part[1] for part in parts], device=device)
     at = torch.arange(CHUNK, device=device)
@@ -199,3 +200,34 @@ def _chunked(
         s[owner] = states * left[now] + k[now].transpose(-1, -2) @ new
         real = inside[now, 0]
         out[index[now][real]] = o.transpose(1, 2)[real]
+
+
+gated_delta_rule = ruled(step)
+
+
+def netted(rule: Rule) -> Net:
+    """``gated_delta_net`` with *rule*."""
+
+    def gated_delta_net(
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv_weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        spans: Spans,
+        window: StateSlots,
+        state: StateSlots,
+    ) -> Tensor:
+        _, v_heads, key, value = state.pool.shape
+        mixed = causal_conv(mixed, conv_weight, None, spans, window)
+        keys = (mixed.shape[1] - v_heads * value) // 2
+        g, beta = gates(a, b, a_log, dt_bias)
+        n, heads = mixed.shape[0], keys // key
+        q, k = mixed[:, :keys].view(n, heads, key), mixed[:, keys : 2 * keys].view(n, heads, key)
+        return rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
+
+    return gated_delta_net
+
+
+gated_delta_net = netted(gated_delta_rule)
