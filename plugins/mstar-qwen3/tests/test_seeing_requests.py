@@ -158,6 +158,16 @@ def test_preprocessors_must_fit_the_tower(qwen3: Registry, folders: dict[str, Pa
         processor(qwen3, tmp_path)
 
 
+def test_operators_bound_what_pictures_and_videos_cost(qwen3: Registry, folders: dict[str, Path]) -> None:
+    bounded = processor(qwen3, folders["whole"], image_pixels=8 * 64, video_pixels=24 * 64)
+    ids = bounded.tokenize(chat(bounded, PICTURE))
+    assert 4 <= ids.count(bounded.sizes.image_token) <= 8
+    ids = bounded.tokenize(chat(bounded, CLIP))
+    assert 6 <= ids.count(bounded.sizes.video_token) <= 12
+    with pytest.raises(SetupError, match=r"image_pixels is 100, but .* smaller than 256 pixels"):
+        processor(qwen3, folders["whole"], image_pixels=100)
+
+
 def test_specs_say_what_they_see(qwen3: Registry) -> None:
     for key in ("qwen3_5_0.8b", "qwen3_5_2b", "qwen3_5_4b", "qwen3_5_9b", "qwen3_5_27b"):
         spec = qwen3.model(key)

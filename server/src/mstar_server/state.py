@@ -15,6 +15,7 @@ from mstar.spec.processor import Processor
 from mstar_server.exchange import Exchanges, current
 from mstar_server.hooks import adapters
 from mstar_server.media.decoder import Media
+from mstar_server.media.limits import Sampling, sampling_of
 from mstar_server.observe.metrics import Metrics
 from mstar_server.observe.tracing import Tracing
 from mstar_server.observe.watching import Observer
@@ -113,6 +114,11 @@ class ServerState:
     async def processor(self, service: Service) -> Processor:
         """*service*'s processor, for which a model on demand is loaded."""
         return (await service.load() if isinstance(service, OnDemand) else service).processor
+
+    async def sampling(self, service: Service) -> Sampling:
+        """Which frames of a video *service*'s model wants, and how large."""
+        patcher = None if service.spec.frames is None else (await self.processor(service)).frames
+        return sampling_of(service.spec, patcher)
 
     def find(self, model: str | None) -> Service:
         """The service called *model*; ``None`` means the only one. Raises 404 with the nearest name."""

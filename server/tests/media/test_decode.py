@@ -4,6 +4,7 @@ import base64
 import io
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 from media_files import (
@@ -20,10 +21,12 @@ from media_files import (
 )
 from PIL import Image as Pillow
 
+from mstar.processing.pictures import Patcher
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import Audio, File, Image, Video
 from mstar_server.media.decoder import decode_file
 from mstar_server.media.encode.audio import Sink, wav_header
+from mstar_server.media.encode.video import mp4
 from mstar_server.media.limits import DEFAULT_SAMPLING, MediaFault, Sampling
 from mstar_server.media.output import map_array
 from mstar_server.media.values import array_from, split_data_url, split_frames_url
@@ -387,6 +390,20 @@ def test_spread_frames_keep_to_the_limits():
             with pytest.raises(MediaFault) as caught:
                 video_of(data, SPREAD, **limits)
             assert caught.value.code == code
+
+
+def test_spread_frames_are_resized_as_the_models_processor_would():
+    patcher = Patcher(patch=4, least=64, most=8 * 16 * 4, cap=False)
+    whole, decoded = video_of(video_file(sound=False), SPREAD)
+    assert not decoded.resized
+    sampling = msgspec.structs.replace(SPREAD, patcher=patcher)
+    got, small = video_of(video_file(sound=False), sampling)
+    assert (small.resized, small.times) == (True, decoded.times)
+    assert got.shape == (4, 8, 16, 3)
+    np.testing.assert_array_equal(patcher.cut(got).data, patcher.video(list(whole)).data)
+    with pytest.raises(MediaFault, match="more than 200 times") as caught:
+        video_of(mp4(np.zeros((4, 2, 402, 3), np.uint8), 2.0, None, quality=10), sampling)
+    assert caught.value.code == "invalid_video"
 
 
 def test_spread_frames_come_with_the_sound():

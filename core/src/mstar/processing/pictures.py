@@ -19,7 +19,7 @@ from PIL import Image
 
 from mstar.spec.errors import SetupError
 
-__all__ = ["MAX_RATIO", "BadShape", "Patcher", "Patches", "content_words", "frame_indices", "smart_resize"]
+__all__ = ["MAX_RATIO", "BadShape", "Patcher", "Patches", "content_words", "frame_indices", "resized", "smart_resize"]
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -165,15 +165,16 @@ class Patcher:
     def picture(self, pixels: Pixels) -> Patches:
         """*pixels* uint8 ``[H, W, 3]``. Raises :class:`BadShape`."""
         high, wide = self.picture_size(*pixels.shape[:2])
-        return self._cut(_resized(pixels, high, wide)[None])
+        return self.cut(resized(pixels, high, wide)[None])
 
     def video(self, frames: Sequence[Pixels]) -> Patches:
         """*frames* uint8 ``[n, H, W, 3]``, those that are looked at. The last is repeated to fill its group. Raises
         :class:`BadShape`."""
         high, wide = self.video_size(len(frames), *frames[0].shape[:2])
-        return self._cut(np.stack([_resized(frame, high, wide) for frame in frames]))
+        return self.cut(np.stack([resized(frame, high, wide) for frame in frames]))
 
-    def _cut(self, frames: Pixels) -> Patches:
+    def cut(self, frames: Pixels) -> Patches:
+        """*frames* uint8 ``[n, H, W, 3]`` that have their size already."""
         count, high, wide, channels = frames.shape
         missing = -count % self.pair
         if missing:
@@ -193,7 +194,8 @@ class Patcher:
         return np.ascontiguousarray(((byte[:, None] - mean) / std).T)
 
 
-def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
+def resized(pixels: Pixels, height: int, width: int) -> Pixels:
+    """*pixels* uint8 ``[H, W, 3]`` by Pillow's bicubic filter."""
     if pixels.shape[:2] == (height, width):
         return pixels
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))

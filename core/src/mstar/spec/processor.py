@@ -265,6 +265,11 @@ class Processor(abc.ABC):
     stands for; without it a request for log-probabilities is refused. One that has a tokenizer is :class:`Tokenizes`.
     """
 
+    frames: Any = None
+    """How a video's frames are resized, a :class:`mstar.processing.pictures.Patcher`, of models whose spec says which
+    frames they look at (:attr:`~mstar.spec.model.ModelSpec.frames`): decoders then do it as they choose them, so that
+    a long video takes no more memory than what is looked at."""
+
     def __init__(self, context: ProcessorContext):
         self.context = context
 

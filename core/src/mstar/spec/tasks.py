@@ -57,12 +57,14 @@ class Video:
 
     :param times: seconds at which the frames are shown, where they were chosen for a model that says which it looks at
         (:class:`mstar.spec.model.Frames`); empty: as *fps* says, and the model has its choice of them.
+    :param resized: they have the size that the model wants (:attr:`mstar.spec.processor.Processor.frames`).
     """
 
     frames: Any
     fps: float
     audio: Audio | None = None
     times: tuple[float, ...] = ()
+    resized: bool = False
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,10 @@ class Qwen35Processor(Qwen35TextProcessor):
         if self.sizes.vision is None or context.options.text_only:
             return
         self.vision = VisionConfig.from_hf(self.sizes.vision, self.sizes.text.hidden)
-        self.pictures, self.videos = read_patchers(context.weights, self.vision)
+        pictures, videos = read_patchers(context.weights, self.vision)
+        self.pictures = _within(pictures, context.options.image_pixels, "image_pixels")
+        self.videos = _within(videos, context.options.video_pixels, "video_pixels")
+        self.frames = self.videos
         if self.tokenizer.chat_template is not None and "<|image_pad|>" not in self.tokenizer.chat_template.text:
             raise SetupError(f"{context.weights}: the chat template has no place for pictures; set text_only: true")
 
@@ -126,7 +129,7 @@ class Qwen35Processor(Qwen35TextProcessor):
                 size = self.pictures.picture_size(*part.pixels.shape[:2])
                 return _Medium(where, part, (_grid(self.pictures, size),))
             patcher, chosen = self.videos, self._chosen(part)
-            size = patcher.video_size(len(chosen), *part.frames.shape[1:3])
+            size = part.frames.shape[1:3] if part.resized else patcher.video_size(len(chosen), *part.frames.shape[1:3])
         except BadShape as error:
             kind = type(part).__name__.lower()
             raise RequestError(f"{where!r}: {error}", param=where, code=f"invalid_{kind}") from None
@@ -199,7 +202,8 @@ class Qwen35Processor(Qwen35TextProcessor):
         if isinstance(part, Image):
             made = self.pictures.picture(part.pixels)
         else:
-            made = self.videos.video([part.frames[i] for i in self._chosen(part)])
+            frames = [part.frames[i] for i in self._chosen(part)]
+            made = self.videos.cut(np.stack(frames)) if part.resized else self.videos.video(frames)
         count = made.height * made.width
         pieces = [
             (count, count // self.vision.block, *content_words(group, made.height, made.width))
@@ -207,6 +211,18 @@ class Qwen35Processor(Qwen35TextProcessor):
         ]
         places = places_of(made.frames, made.height, made.width, self.vision.merge)
         return _Shown(made.data, places, np.array(pieces, np.int64))
+
+
+def _within(patcher: Patcher, most: int | None, name: str) -> Patcher:
+    """*patcher* with the operator's limit of pixels, from option *name*."""
+    if most is None:
+        return patcher
+    if most < patcher.least:
+        raise SetupError(
+            f"model_kwargs.{name} is {most}, but the checkpoint's preprocessor makes nothing smaller than "
+            f"{patcher.least} pixels: set at least that"
+        )
+    return replace(patcher, most=min(most, patcher.most))
 
 
 def _grid(patcher: Patcher, size: tuple[int, int]) -> Grid:

@@ -29,6 +29,19 @@ class Qwen35Options(TextOptions):
         description="Leave the vision tower out: its weights are not loaded, and pictures are refused.",
         strict=True,
     )
+    image_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Most pixels that a picture is resized to; 1024 cost a token. Default: the checkpoint's.",
+        strict=True,
+    )
+    video_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Most pixels that all frames of a video together are resized to; 2048 cost a token. Default: the "
+        "checkpoint's.",
+        strict=True,
+    )
 
 
 _LICENCE = Licence("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")

@@ -198,7 +198,9 @@ def _part(decoded: Decoded, output: int) -> Part:
             assert audio is not None
             return audio
         frames = map_array(output, decoded.frames)
-        return Image(frames) if decoded.fps is None else Video(frames, decoded.fps, audio, decoded.times)
+        return (
+            Image(frames) if decoded.fps is None else Video(frames, decoded.fps, audio, decoded.times, decoded.resized)
+        )
     except (ValueError, TypeError, AssertionError) as error:
         raise MediaFault(f"the file cannot be decoded: its decoder answered {error}", "invalid_media", 422) from None
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from mstar.processing.pictures import Patcher
 from mstar.spec.model import ModelSpec
 from mstar_server.options import ServerOptions
 
@@ -38,6 +39,7 @@ class Sampling(msgspec.Struct, frozen=True):
     :param audio: decode the sound, too.
     :param spread: instead, frames that lie evenly from the first to the last, as many as *fps* says, but no fewer than
         *min_frames* as far as there are so many (:func:`mstar.processing.pictures.frame_indices`).
+    :param patcher: of spread frames: to which size they are brought; ``None``: they keep theirs.
     """
 
     fps: float = 2.0
@@ -45,16 +47,17 @@ class Sampling(msgspec.Struct, frozen=True):
     audio: bool = False
     spread: bool = False
     min_frames: int = 1
+    patcher: Patcher | None = None
 
 
 DEFAULT_SAMPLING = Sampling()
 
 
-def sampling_of(spec: ModelSpec) -> Sampling:
-    """Which frames of a video *spec*'s model wants, if its adapter says nothing else."""
+def sampling_of(spec: ModelSpec, patcher: Patcher | None = None) -> Sampling:
+    """Which frames of a video *spec*'s model wants, if its adapter says nothing else. *patcher*: its processor's."""
     if spec.frames is None:
         return DEFAULT_SAMPLING
-    return Sampling(spec.frames.fps, spec.frames.most, spread=True, min_frames=spec.frames.least)
+    return Sampling(spec.frames.fps, spec.frames.most, spread=True, min_frames=spec.frames.least, patcher=patcher)
 
 
 class MediaFault(Exception):

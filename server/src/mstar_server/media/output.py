@@ -29,11 +29,13 @@ class ArrayRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a decoder made. *frames* is uint8 ``[H, W, 3]`` of an image, ``[frames, H, W, 3]`` of a video; *samples* is
-    float32 ``[samples]``. An image has no *fps*. *times*: of a video whose frames are spread, seconds of each."""
+    float32 ``[samples]``. An image has no *fps*. *times*: of a video whose frames are spread, seconds of each;
+    *resized*: they were brought to the size that the model wants."""
 
     frames: ArrayRef | None = None
     fps: float | None = None
     times: tuple[float, ...] = ()
+    resized: bool = False
     samples: ArrayRef | None = None
     rate: int = 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mstar.processing.pictures import frame_indices
+from mstar.processing.pictures import BadShape, frame_indices, resized
 from mstar_server.media.audio import decoded_frames
 from mstar_server.media.limits import MediaFault, MediaLimits, Sampling
 from mstar_server.media.output import ArrayRef, Decoded, Output
@@ -39,7 +39,8 @@ class SpreadFrames:
     ):
         self._open, self._pictures = open_media, pictures
         self._sampling, self._limits, self._output = sampling, limits, output
-        self._base, self._shape = output.size, (0, 0)
+        self._base = output.size
+        self._source = self._shape = (0, 0)  # of the frames, and of what is written
 
     def run(self) -> Decoded:
         """Raises :class:`MediaFault`."""
@@ -53,7 +54,7 @@ class SpreadFrames:
         times = tuple(index / fps for index in chosen)
         rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else self._sampling.fps
         ref = ArrayRef("uint8", (len(chosen), *self._shape, 3), self._base)
-        return Decoded(frames=ref, fps=rate, times=times)
+        return Decoded(frames=ref, fps=rate, times=times, resized=self._sampling.patcher is not None)
 
     def _promised(self) -> tuple[int, float]:
         """Frames, and frames a second, as the file says."""
@@ -80,12 +81,23 @@ class SpreadFrames:
                 check_length(number / fps, self._limits)
                 if number == index:
                     check_pixels(frame.width, frame.height, len(chosen), interval, self._limits)
-                    pixels = upright(frame, self._shape)
-                    self._shape = pixels.shape[:2]
-                    self._output.write(pixels)
+                    pixels = upright(frame, self._source)
+                    self._source = pixels.shape[:2]
+                    self._output.write(self._fitted(pixels, len(chosen)))
                     index = next(wanted, -1)
                 number += 1
         return chosen, number
+
+    def _fitted(self, pixels: Pixels, frames: int) -> Pixels:
+        """*pixels*, which are one of so many *frames*, as large as the model wants them."""
+        if self._sampling.patcher is not None:
+            try:
+                size = self._sampling.patcher.video_size(frames, *pixels.shape[:2])
+            except BadShape as error:
+                raise MediaFault(str(error), "invalid_video") from None
+            pixels = resized(np.ascontiguousarray(pixels), *size)
+        self._shape = pixels.shape[:2]
+        return pixels
 
 
 def upright(frame: Any, shape: tuple[int, ...]) -> Pixels:

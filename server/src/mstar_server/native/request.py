@@ -19,7 +19,7 @@ from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.tasks import GenerateTask
 from mstar_server.errors import validation_fault
 from mstar_server.media.decoder import MODALITIES, Item, Media
-from mstar_server.media.limits import sampling_of
+from mstar_server.media.limits import Sampling
 from mstar_server.media.source import Source
 from mstar_server.media.uploads import upload_source
 from mstar_server.media.values import decode_base64, split_data_url
@@ -250,12 +250,17 @@ def _misplaced(stray: RequestError, spec: ModelSpec) -> RequestError:
     return RequestError(message, param=name, code=stray.code)
 
 
-async def with_files(task: GenerateTask, request: NativeRequest, spec: ModelSpec, media: Media) -> GenerateTask:
-    """*task* with the files of *request*, decoded. Raises :class:`RequestError` that names the file at fault."""
+async def with_files(
+    task: GenerateTask, request: NativeRequest, spec: ModelSpec, media: Media, sampling: Sampling
+) -> GenerateTask:
+    """*task* with the files of *request*, decoded. Raises :class:`RequestError` that names the file at fault.
+
+    :param sampling: which frames of a video are wanted.
+    """
     if not request.uploads:
         return task
     takes = tuple(kind for kind in MODALITIES if kind in spec.inputs)
-    sampling = msgspec.structs.replace(sampling_of(spec), audio="audio" in takes)
+    sampling = msgspec.structs.replace(sampling, audio="audio" in takes)
     items = [Item("any", u.content, u.param, takes, sampling, u.name, u.media_type) for u in request.uploads]
     return replace(task, parts=tuple(await media.decode(items)))
 

@@ -175,7 +175,8 @@ class Socket:
         try:
             service = self.state.ready(opening.native.model, "generate")
             task: GenerateTask = make_task(opening.native, service.spec, opening.live)
-            task = await with_files(task, opening.native, service.spec, self.state.media)
+            sampling = await self.state.sampling(service)
+            task = await with_files(task, opening.native, service.spec, self.state.media, sampling)
             # the engine's ids are unique in the server, the client's only on its socket
             with as_files():
                 answers += await start(service, [task], f"gen-{uuid.uuid4().hex}")

@@ -30,11 +30,16 @@ MEDIA_PARTS: Mapping[str, str] = {
 _MAX_FPS = 240.0
 
 
-async def chat_tasks(adapter: Any, body: ChatRequest, spec: ModelSpec, media: Media) -> Sequence[Task]:
-    """What *adapter* makes of *body*, once the files of it are decoded. Raises :class:`RequestError`."""
+async def chat_tasks(
+    adapter: Any, body: ChatRequest, spec: ModelSpec, media: Media, sampling: Sampling | None = None
+) -> Sequence[Task]:
+    """What *adapter* makes of *body*, once the files of it are decoded. Raises :class:`RequestError`.
+
+    :param sampling: which frames of a video are wanted, unless the adapter says.
+    """
     found: dict[str, Part] = {}
     if any(isinstance(message.content, list) for message in body.messages):
-        found = await chat_media(body.messages, spec, media, getattr(adapter, "sampling", None))
+        found = await chat_media(body.messages, spec, media, getattr(adapter, "sampling", None) or sampling)
     tasks: Sequence[Task] = adapter.tasks(body, found)
     return tasks
 

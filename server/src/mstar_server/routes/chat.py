@@ -43,7 +43,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
         await known_voice(body.audio.voice_name, service.spec, await state.processor(service), "audio.voice")
     token_bytes = token_bytes_of(await state.processor(service)) if body.logprobs else None
     with family_code(reading, type(adapter).__module__):
-        tasks = await chat_tasks(adapter, body, service.spec, state.media)
+        tasks = await chat_tasks(adapter, body, service.spec, state.media, await state.sampling(service))
     head = Head.of(service, "chatcmpl")
     usage = bool(body.stream_options and body.stream_options.include_usage)
     return await respond(

@@ -52,7 +52,7 @@ async def generate(request: Request) -> Response:
     service = state.ready(native.model, "generate")
     task = make_task(native, service.spec)
     if native.uploads:
-        task = await with_files(task, native, service.spec, state.media)
+        task = await with_files(task, native, service.spec, state.media, await state.sampling(service))
     request_id = f"gen-{uuid.uuid4().hex}"
     with as_files():
         if not native.streaming:

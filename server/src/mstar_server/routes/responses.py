@@ -13,11 +13,9 @@ from starlette.responses import Response
 
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
-from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import Task
 from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error
-from mstar_server.media.decoder import Media
 from mstar_server.openai.adapters import check_body
 from mstar_server.openai.chat_media import chat_tasks
 from mstar_server.openai.responses.items import Event, Items
@@ -25,7 +23,7 @@ from mstar_server.openai.responses.request import ResponseRequest, Translation, 
 from mstar_server.openai.responses.store import ResponseStore, Stored
 from mstar_server.openai.text_answers import collect, token_bytes_of
 from mstar_server.openapi import answers
-from mstar_server.protocols import Answer
+from mstar_server.protocols import Answer, Service
 from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
 
@@ -52,7 +50,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     translation = translate(body, history)
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a response's input", type(adapter).__module__):
-        tasks = await _tasks(adapter, translation, service.spec, state.media)
+        tasks = await _tasks(adapter, translation, state, service)
     token_bytes = token_bytes_of(await state.processor(service)) if translation.chat.logprobs else None
     turn = Turn(body, service.spec.key, Items(token_bytes), state.responses, tenant)
     try:
@@ -65,10 +63,11 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return EventStream(_stream(merged, turn, keepalive_s), "text/event-stream", merged.close)
 
 
-async def _tasks(adapter: Any, translation: Translation, spec: ModelSpec, media: Media) -> Sequence[Task]:
+async def _tasks(adapter: Any, translation: Translation, state: ServerState, service: Service) -> Sequence[Task]:
     try:
         check_body(adapter, translation.chat)
-        return await chat_tasks(adapter, translation.chat, spec, media)
+        sampling = await state.sampling(service)
+        return await chat_tasks(adapter, translation.chat, service.spec, state.media, sampling)
     except RequestError as error:
         raise translation.blame(error) from None
 

@@ -112,7 +112,9 @@ async def _chat(body: TokenizeBody, service: Service, state: ServerState) -> Cha
     chat = ChatRequest(model=service.spec.key, messages=body.messages or [], tools=body.tools)
     adapter = state.adapter("chat", service)
     with family_code(f"{service.spec.key!r} could not read a chat", type(adapter).__module__):
-        task, *_ = cast(list[ChatTask], await chat_tasks(adapter, chat, service.spec, state.media))
+        task, *_ = cast(
+            list[ChatTask], await chat_tasks(adapter, chat, service.spec, state.media, await state.sampling(service))
+        )
     return dataclasses.replace(task, add_generation_prompt=body.add_generation_prompt is not False)
 
 

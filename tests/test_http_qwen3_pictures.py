@@ -79,7 +79,7 @@ def url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-FRAMES = np.random.default_rng(5).integers(0, 256, (12, 24, 32, 3), dtype=np.uint8)
+FRAMES = np.random.default_rng(5).integers(0, 256, (12, 30, 44, 3), dtype=np.uint8)
 CLIP = lossless(FRAMES, 4)
 
 
