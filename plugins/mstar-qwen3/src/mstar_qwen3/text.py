@@ -11,6 +11,7 @@ import torch
 from mstar.nn.config import DecoderConfig, read_config
 from mstar.nn.model import BuildContext
 from mstar.nn.node import Node
+from mstar.nn.ops import delta
 from mstar.patterns.causal_lm import CausalLM
 from mstar.spec.graph import Graph
 from mstar.spec.resources import PagedKV, Positions, RecurrentState, ResourceSpec
@@ -92,3 +93,4 @@ class Qwen35Text(CausalLM):
     def loaded(self, node: str, module: Node) -> None:
         if isinstance(module, Qwen35Node):
             module.arrange()
+            delta.prepare(self.context.device)
