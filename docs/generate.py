@@ -113,7 +113,7 @@ def knobs() -> str:
         raise SystemExit(f"install {', '.join(sorted(map(str, missing)))}: the tables of knobs need it")
     return "\n\n".join(
         f"## {m.spec.key}\n\n{m.spec.summary} From `{m.plugin.distribution}`.\n\n"
-        f"{fields(m.spec.knobs)}{_options(m.spec)}"
+        f"{fields(m.spec.knobs, True)}{_options(m.spec)}"
         for m in found
     )
 
@@ -122,7 +122,7 @@ def _options(spec: ModelSpec) -> str:
     """The table of what the deployment may set of a model, for those that have such options."""
     if not spec.options.model_fields:
         return ""
-    return f"\n\nOptions of its deployment (`model_kwargs` in the deployment file):\n\n{fields(spec.options)}"
+    return f"\n\nOptions of its deployment (`model_kwargs` in the deployment file):\n\n{fields(spec.options, True)}"
 
 
 def deployment() -> str:
@@ -134,9 +134,9 @@ def deployment() -> str:
     )
 
 
-def fields(model: type[BaseModel]) -> str:
-    """A table of *model*'s fields: name, what it may be, default, meaning."""
-    rows = describe_fields(model)
+def fields(model: type[BaseModel], inside: bool = False) -> str:
+    """A table of *model*'s fields: name, what it may be, default, meaning. *inside*: and of those in its sections."""
+    rows = describe_fields(model, inside)
     for row in rows:
         if not row.meaning:
             raise SystemExit(f"{row.name} has no description")

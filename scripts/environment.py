@@ -51,12 +51,13 @@ def _is_supported(python):
     return subprocess.call([python, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0
 
 
-def environment(requirements, alone=()):
-    # type: (list[str], list[str] | tuple[str, ...]) -> str
+def environment(requirements, alone=(), aside=()):
+    # type: (list[str], list[str] | tuple[str, ...], tuple[tuple[str, list[str]], ...]) -> str
     """Create or update the virtual environment and return the path of its Python.
 
     It holds torch, this checkout's packages (editable), *requirements* (arguments for ``pip install``) and those of
-    *alone*, which are installed without what they ask for. The folder
+    *alone*, which are installed without what they ask for. *aside* are names of folders below ``references``, and what
+    is installed there in the same way: programs of other processes put such a folder before all others. The environment
     is ``.venv`` in the checkout, or what MSTAR_VENV says. Each set of requirements is installed once; a change of any
     package's ``pyproject.toml``, of torch's release or of Python installs again.
     """
@@ -70,7 +71,8 @@ def environment(requirements, alone=()):
         shutil.rmtree(folder)  # pip takes a half-installed package for a whole one
     if not os.path.exists(python):
         _create(folder, python)
-    stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements + list(alone)))
+    further = [word for _, words in aside for word in words]
+    stamp = os.path.join(folder, "mstar-%s.stamp" % _digest(requirements + list(alone) + further))
     if not os.path.exists(stamp):
         with open(unfinished, "w"):
             pass
@@ -80,6 +82,10 @@ def environment(requirements, alone=()):
         _install(python, [TORCH] + editable + requirements, "M* and what it needs")
         if alone:
             _install(python, ["--no-deps"] + list(alone), "what tests compare with")
+        for name, words in aside:
+            place = os.path.join(folder, "references", name)
+            shutil.rmtree(place, ignore_errors=True)  # pip leaves what is there already
+            _install(python, ["--no-deps", "--target", place] + words, "what tests compare with: " + name)
         with open(stamp, "w"):
             pass
         os.remove(unfinished)

@@ -24,7 +24,9 @@ def main():
         use_supported_python()
         tests = os.path.join(ROOT, "tests")
         python = environment(
-            ["-r", os.path.join(tests, "requirements.txt")], ["-r", os.path.join(tests, "references.txt")]
+            ["-r", os.path.join(tests, "requirements.txt")],
+            ["-r", os.path.join(tests, "references.txt")],
+            (("qwen_tts", ["-r", os.path.join(tests, "references-qwen-tts.txt")]),),
         )
     except CannotSetUp as error:
         print(error, file=sys.stderr)

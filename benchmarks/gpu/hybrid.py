@@ -173,17 +173,17 @@ SHAPES: Mapping[str, HybridShape] = {
 
 
 def publish(shape: HybridShape, folder: Path, device: str, dtype: torch.dtype) -> None:
-    """A random checkpoint in the published layout, with a text for every id of the vocabulary."""
+    """A random checkpoint in the published layout, with a text for every id of the vocabulary; special ids are last."""
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = tiny.tokenizer()
-    ids = {name: int(made.token_to_id(name)) for name in tiny.SPECIAL}
-    vocab = int(shape.text["vocab_size"])
-    content = json.loads(made.to_str())
-    words: dict[str, int] = content["model"]["vocab"]
-    taken = {*words.values(), *(token["id"] for token in content["added_tokens"])}
-    words |= {f"Ġword{number}": number for number in range(vocab) if number not in taken}
+    content = json.loads(tiny.tokenizer().to_str())
+    vocab, words = int(shape.text["vocab_size"]), content["model"]["vocab"]
+    first = vocab - len(content["added_tokens"])
+    words |= {f"Ġword{number}": number for number in range(len(words), first)}
+    for number, token in enumerate(content["added_tokens"]):
+        token["id"] = first + number
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "chat_template.jinja").write_text(tiny.TEMPLATE.lstrip("\n"))

@@ -82,3 +82,15 @@ def test_fields_in_words() -> None:
         "`rate`": ("`16000`, `24000` or `null`", "none"),
         "`style`": ("`plain`, `formal`", "`plain`"),
     }
+
+
+class Glazed(Knobs):
+    window: Window = Field(Window(), description="How it is cut.")
+    clean: bool = True
+
+
+def test_fields_of_sections_in_words() -> None:
+    assert [row.name for row in describe_fields(Glazed)] == ["`window`", "`clean`"]
+    rows = describe_fields(Glazed, inside=True)
+    assert [row.name for row in rows] == ["`window`", "`window.window`", "`window.share`", "`clean`"]
+    assert rows[1].value == "whole number ≥ 1, ≤ 64"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -72,6 +74,44 @@ def test_a_file_with_code_in_it_is_refused_and_not_run(zipped: bool, tmp_path: P
     with pytest.raises(WeightsError, match=r"model\.pth"):
         open_checkpoint(folder)
     assert not sprung.exists()
+
+
+def spring(setting: object, state: dict[str, str]) -> None:
+    Path(state["sprung"]).touch()
+
+
+def saved_beside(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file that has a tensor, and beside it an object of class *name*, which runs code where it is made
+    again: it leaves a file ``sprung``."""
+    place, _, short = name.rpartition(".")
+    for module in (place.partition(".")[0], place):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    kind = type(short, (), {"__module__": place, "__setstate__": spring})
+    setattr(sys.modules[place], short, kind)
+    setting = kind()
+    setting.__dict__["sprung"] = str(folder / "sprung")
+    return write(folder, {"xp.cfg": [setting], "model": {"weight": torch.ones(2)}, "step": 3})
+
+
+def test_settings_of_the_training_are_left_out_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_beside("omegaconf.dictconfig.DictConfig", tmp_path, monkeypatch)
+    assert list(open_checkpoint(folder).tensors) == ["model.weight"]
+    assert not (tmp_path / "sprung").exists()
+    torch.load(folder / "model.pth", weights_only=False)
+    assert (tmp_path / "sprung").exists()  # else nothing was tried
+
+
+def test_other_classes_beside_the_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved_beside("omegaconfig.base.Other", tmp_path, monkeypatch)
+    with pytest.raises(WeightsError, match=r"model\.pth"):
+        open_checkpoint(folder)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_file_may_be_named_itself(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"weight": torch.ones(1)})
+    torch.save({"other": torch.ones(1)}, folder / "other.pth")
+    assert list(open_checkpoint(folder / "model.pth").tensors) == ["weight"]
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"PK\x03\x04 broken"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,21 @@ def test_media_are_held_no_longer_than_the_prompt(registry: Registry) -> None:
     driver.run(until=lambda: bool(driver.emitted.get("r")))
     assert "r" not in driver.ended
     assert driver.worker.resources["media"].usage().used == 0
+    driver.run()
+    assert_right(driver, "r", "ABCDabc", count=8)
+
+
+def test_pixels_are_held_no_longer_than_they_are_needed(registry: Registry) -> None:
+    driver = driven(registry)
+    prepared = driver.prepare("r", Example("ABCDabc", {"max_tokens": 8}))
+    pixels = weakref.ref(prepared.request.inputs["patches"])
+    driver.worker.submit(prepared.request)
+    del prepared
+    assert pixels() is not None
+    driver.run(until=lambda: bool(driver.emitted.get("r")))
+    gc.collect()
+    assert "r" not in driver.ended
+    assert pixels() is None
     driver.run()
     assert_right(driver, "r", "ABCDabc", count=8)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +100,16 @@ def test_angles_are_float32_also_of_a_tower_in_bfloat16(towers: tuple[torch.nn.M
     rotation: Rotation = ours._rotation(torch.tensor([[7, 9, 10, 12]], dtype=torch.int32))
     assert rotation.cos.dtype is torch.float32
     assert rotation.cos.shape == (1, 1, 12)
+
+
+def test_a_tower_in_bfloat16_is_near_float32s(towers: tuple[torch.nn.Module, VisionEncoder]) -> None:
+    reference, ours = towers
+    patches = pixels(GRIDS)
+    exact = embed(ours, GRIDS, patches)
+    values = torch.from_numpy(PATCHER.values())[0][patches.int()].bfloat16()
+    half = copy.deepcopy(reference).bfloat16()
+    with torch.inference_mode():
+        theirs = half(values, grid_thw=torch.tensor(GRIDS)).pooler_output
+    got = embed(copy.deepcopy(ours).bfloat16(), GRIDS, patches)
+    assert got.dtype is torch.bfloat16
+    assert (got.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()

@@ -102,7 +102,7 @@ def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
 
 
 def _fields(model: type[Knobs]) -> list[dict[str, str]]:
-    return [{k: v.replace("`", "") for k, v in row._asdict().items()} for row in describe_fields(model)]
+    return [{k: v.replace("`", "") for k, v in row._asdict().items()} for row in describe_fields(model, inside=True)]
 
 
 def _row(fact: dict[str, Any]) -> tuple[str, ...]:

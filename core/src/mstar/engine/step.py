@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mstar.graph.calls import CallRun
 from mstar.graph.program import CallOp
-from mstar.graph.values import Ref, gather_list, gather_packed, gather_stacked, torch_dtype
+from mstar.graph.values import Ref, gather_hosted, gather_list, gather_packed, gather_stacked, torch_dtype
 from mstar.nn.node import Packed, Sampled, Step
 from mstar.resources.staging import Lane, Late, Stage, to_device
 from mstar.spec.graph import Entry, Port
@@ -130,7 +130,8 @@ def _gather_port(
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    data = _cast(_on(gather_packed(values), device), port, dtype)
+    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host
+    data = _cast(gather_hosted(values, device) if hosted else gather_packed(values), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 
 

@@ -255,7 +255,12 @@ class RequestRun:
         partition.loops, partition.joins, partition.drafts, partition.reason = {}, {}, {}, "done"
         partition.said = {sampler: [] for sampler in run.tokens}
         for name, value in run.values.items():
-            self._set_input(self._input_named(partition, name), value)
+            port = self._input_named(partition, name)
+            if value is None:
+                self.values.pop(name, None)
+                self.request.inputs.pop(name, None)
+            else:
+                self._set_input(port, value)
         self._advance(partition, 0)
 
     def _input_named(self, partition: Partition, name: str) -> Port:

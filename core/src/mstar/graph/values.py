@@ -17,7 +17,7 @@ from mstar.resources.staging import Late, to_device
 from mstar.spec.errors import RequestError
 from mstar.spec.graph import Port
 
-__all__ = ["Ref", "as_tensor", "gather_list", "gather_packed", "gather_stacked", "torch_dtype"]
+__all__ = ["Ref", "as_tensor", "gather_hosted", "gather_list", "gather_packed", "gather_stacked", "torch_dtype"]
 
 
 class Ref:
@@ -126,6 +126,16 @@ def gather_packed(refs: Sequence[Ref]) -> Tensor:
     """``[sum(T), ...]``: the refs' items one after the other."""
     pieces = _runs(refs)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def gather_hosted(refs: Sequence[Ref], device: torch.device) -> Tensor:
+    """:func:`gather_packed` on *device* of values in the host's memory: copied once on the way, into pinned memory."""
+    if device.type != "cuda":
+        return gather_packed(refs).to(device)
+    pieces = _runs(refs)
+    length, inner = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
+    pinned = torch.empty((length, *inner), dtype=pieces[0].dtype, pin_memory=True)
+    return torch.cat(pieces, out=pinned).to(device, non_blocking=True)
 
 
 def gather_stacked(refs: Sequence[Ref]) -> Tensor:

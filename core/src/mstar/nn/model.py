@@ -46,7 +46,7 @@ class Run:
     :param signals: values whose contents it wants. :param tokens: samplers of whose tokens it wants those that the
         walk's loops judge (:class:`mstar.spec.graph.TokenStop`).
     :param values: inputs of the graph that are set before the walk begins, as arrays: what the route has made of what
-        it saw.
+        it saw. ``None`` for one that no walk reads any more: its memory is given back (pixels, once they are encoded).
     """
 
     walk: str

@@ -30,15 +30,22 @@ class FieldFacts(NamedTuple):
     meaning: str
 
 
-def describe_fields(model: type[BaseModel]) -> list[FieldFacts]:
-    """The fields of *model*, in the order declared."""
-    known = model.model_json_schema(mode="validation")
-    return [
-        FieldFacts(
-            f"`{name}`", _kind(known["properties"][name], known.get("$defs", {})), _default(field), _meaning(field)
-        )
-        for name, field in model.model_fields.items()
-    ]
+def describe_fields(model: type[BaseModel], inside: bool = False) -> list[FieldFacts]:
+    """The fields of *model*, in the order declared.
+
+    :param inside: below each field that is a section stand its own, as ``section.field``.
+    """
+    return _described(model, inside, "")
+
+
+def _described(model: type[BaseModel], inside: bool, before: str) -> list[FieldFacts]:
+    known, rows = model.model_json_schema(mode="validation"), []
+    for name, field in model.model_fields.items():
+        kind = _kind(known["properties"][name], known.get("$defs", {}))
+        rows.append(FieldFacts(f"`{before}{name}`", kind, _default(field), _meaning(field)))
+        if inside and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            rows += _described(field.annotation, inside, f"{before}{name}.")
+    return rows
 
 
 def _kind(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:

@@ -56,7 +56,7 @@ class Knobs(BaseModel):
     def _not_coerced(cls, value: Any, info: ValidationInfo) -> Any:
         """Pydantic would read ``"5"`` and ``True`` as numbers, ``"yes"`` and 1 as a flag."""
         annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = get_args(annotation) or (annotation,)
+        kinds = [_bare(kind) for kind in get_args(annotation) or (annotation,)]
         if isinstance(value, bool) and any(choice == value and choice is not value for choice in _choices(annotation)):
             raise ValueError("must be a number, not a boolean")  # Python holds 1 and True to be equal
         if bool in kinds:
@@ -168,6 +168,11 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
         if "lt" in context:
             message = message.replace("value is ", "value is just below ")
     return message
+
+
+def _bare(annotation: Any) -> Any:
+    """The type below what a union's part is annotated with (:data:`Finite`)."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _nearest_choice(value: Any, choices: list[Any]) -> str:

@@ -26,6 +26,7 @@ from mstar.spec.tasks import (
     Text,
     TranscriptionTask,
     VideoTask,
+    VoiceSample,
 )
 
 __all__ = ["Example", "draw_examples", "task_for"]
@@ -108,7 +109,8 @@ def task_for(
         case "embedding":
             return EmbeddingTask(input=example.text, **common)
         case "speech":
-            return SpeechTask(text=example.text, **common)
+            clip = next((part for part in example.parts if isinstance(part, Audio)), None)
+            return SpeechTask(text=example.text, sample=_sample(example, clip), **common)
         case "transcription" | "translation":
             audio = next((part for part in example.parts if isinstance(part, Audio)), None)
             return TranscriptionTask(audio=audio, translate=ability == "translation", **common)
@@ -118,3 +120,8 @@ def task_for(
             return VideoTask(prompt=example.text, images=images, **common)
         case _:
             return GenerateTask(text=example.text, parts=example.parts, **common)
+
+
+def _sample(example: Example, clip: Audio | None) -> VoiceSample | None:
+    """A voice to be cloned: the example's clip, and the transcript that its knobs give."""
+    return None if clip is None else VoiceSample(clip, str(example.knobs.get("ref_text") or ""))

@@ -1,10 +1,10 @@
-"""Sounds for tests of what hears: made by formula, so that nobody's recording is needed."""
+"""Sounds for tests of what hears, made by formula, so that nobody's recording is needed; and how sounds are joined."""
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["babble"]
+__all__ = ["babble", "click", "pause"]
 
 _VOWELS = ((700, 1220, 2600), (300, 2300, 3000), (320, 800, 2250), (500, 1900, 2500), (450, 850, 2400))
 """Resonances of a throat that says a, i, u, e, o, in Hz."""
@@ -42,3 +42,37 @@ def _syllable(draw: np.random.Generator, rate: int) -> np.ndarray:
         sound += (loud + 0.02) / number**0.7 * np.sin(number * phase)
     sound *= np.sqrt(np.sin(np.pi * done))
     return np.asarray(0.3 * sound / np.abs(sound).max())
+
+
+_FRAME_S = 0.01
+_NEAR_S, _AROUND_S = 0.002, 0.03
+
+
+def click(sound: np.ndarray, place: int, rate: int) -> float:
+    """How abrupt *sound* (float ``[samples]``) is at sample *place*: the greatest second difference within 2 ms, over
+    the greatest of the 30 ms on either side, or a five-hundredth of the loudest sample where it is quiet. Speech has 0
+    to 2; from 4 on it can be heard as a click."""
+    bend = np.abs(np.diff(np.asarray(sound, np.float64), 2))
+    near, around = (int(seconds * rate) for seconds in (_NEAR_S, _AROUND_S))
+    first, last = max(place - near, 0), place + near
+    beside = np.concatenate([bend[max(first - around, 0) : first], bend[last : last + around]])
+    usual = max(beside.max(initial=0.0), np.abs(sound).max() / 500, 1e-9)
+    return float(bend[first:last].max(initial=0.0) / usual)
+
+
+def pause(sound: np.ndarray, place: int, rate: int, level: float = 0.02) -> float:
+    """Seconds of quiet around sample *place*: frames of 10 ms whose level is below *level* of the loudest one's. 0
+    where *place* lies in sound."""
+    size = int(_FRAME_S * rate)
+    frames = np.asarray(sound[: len(sound) // size * size], np.float64).reshape(-1, size)
+    levels = np.sqrt((frames**2).mean(1))
+    quiet = levels < level * levels.max()
+    at = min(place // size, len(quiet) - 1)
+    if not quiet[at]:
+        return 0.0
+    first, last = at, at
+    while first and quiet[first - 1]:
+        first -= 1
+    while last + 1 < len(quiet) and quiet[last + 1]:
+        last += 1
+    return (last + 1 - first) * _FRAME_S

@@ -126,12 +126,15 @@ def _pieces(info: TensorInfo, destination: Tensor, cut: Cut | None) -> Iterator[
 
 
 def open_checkpoint(folder: Path) -> Checkpoint | TorchCheckpoint:
-    """The checkpoint in *folder*: its safetensors, or, if it has none and one file of torch's format, that one.
+    """The checkpoint in *folder*: its safetensors, or, if it has none and one file of torch's format, that one. Instead
+    of a folder a file of that format may be named.
 
     :raises WeightsError: as :class:`Checkpoint`.
     """
     from mstar.weights.torch_file import TORCH_FILES, TorchCheckpoint
 
+    if folder.is_file():
+        return TorchCheckpoint(folder)
     if not any(folder.glob("*.safetensors*")):
         files = sorted(file for pattern in TORCH_FILES for file in folder.glob(pattern))
         if len(files) == 1:

@@ -35,7 +35,8 @@ class WeightMap:
     :param ignore: regular expressions (whole names) of published tensors that the node does not need.
     :param float32: regular expressions (whole names) of parameters that stay float32 whatever the model's dtype.
     :param folder: where the node's checkpoint lies below the weights' folder, for repositories that have a folder for
-        each part of the model (``transformer``, ``vae``).
+        each part of the model (``transformer``, ``vae``). An absolute path stands for itself: weights that are not the
+        model's own.
     """
 
     placements: tuple[Placement, ...]

@@ -1,12 +1,14 @@
 """A checkpoint in one file of torch's own format (``torch.save``), for models that are published so.
 
-Only tensors and plain containers are read (``weights_only``): nothing that the file says is executed. The file is
-mapped, not copied: of a large one only what is asked for comes into memory.
+Only tensors and plain containers are read (``weights_only``): nothing that the file says is executed. Settings of the
+training that lie beside the tensors (omegaconf's objects) are left out without being made. The file is mapped, not
+copied: of a large one only what is asked for comes into memory.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,17 +63,56 @@ def flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Te
 def _loaded(file: Path) -> Mapping[Any, Any]:
     try:
         try:
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
+            content = _read(file)
+        except pickle.UnpicklingError:
+            names = _settings(file)
+            if not names:
                 raise
-            content = torch.load(file, map_location="cpu", weights_only=True)  # a file of torch before 1.6
+            with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
+                content = _read(file)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WeightsError(f"{file} cannot be read as a file of tensors: {reason}") from error
     if not isinstance(content, Mapping):
         raise WeightsError(f"{file} holds a {type(content).__name__}, expected named tensors")
     return content
+
+
+def _read(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(file, map_location="cpu", weights_only=True)  # a file of torch before 1.6
+
+
+_SETTING = re.compile(
+    r"omegaconf\.[\w.]+|typing\.Any|collections\.defaultdict|pathlib\.\w*Path"
+    r"|builtins\.(dict|list|tuple|int|float|str|bool)"
+)
+
+
+def _settings(file: Path) -> list[str]:
+    """The classes that *file* names beside tensors, if they are those of omegaconf's settings and nothing else."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except ValueError:  # a file of torch before 1.6
+        return []
+    return names if all(map(_SETTING.fullmatch, names)) else []
+
+
+class _LeftOut:
+    """Takes the place of a setting: whatever it would be made of is dropped."""
+
+    def __new__(cls, *parts: object) -> _LeftOut:
+        return object.__new__(cls)
+
+    def __init__(self, *parts: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
 
 
 def _info(name: str, file: Path, tensor: Tensor) -> TensorInfo:

@@ -83,7 +83,7 @@ class Qwen35(Qwen35Text):
     def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
         if request.inputs.get("pieces") is not None:
             yield Run("look")
-        yield Run("generate")
+        yield Run("generate", values={"patches": None, "places": None})
 
     def resources(self) -> Mapping[str, ResourceSpec]:
         plain, vision = super().resources(), self.vision

@@ -8,10 +8,11 @@ from mstar import hookimpl
 from mstar.spec.model import ModelSpec
 from mstar_tts.kokoro.spec import KOKORO
 from mstar_tts.orpheus.spec import ORPHEUS
+from mstar_tts.qwen3_tts.spec import MODELS as QWEN3_TTS
 
 __all__ = ["mstar_models"]
 
 
 @hookimpl
 def mstar_models() -> Sequence[ModelSpec]:
-    return (KOKORO, ORPHEUS)
+    return (KOKORO, ORPHEUS, *QWEN3_TTS)

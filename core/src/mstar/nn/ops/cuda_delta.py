@@ -114,7 +114,8 @@ def gated_delta_net(
 ) -> Tensor:
     _, v_heads, key, value = state.pool.shape
     keys = (mixed.shape[1] - v_heads * value) // 2
-    fits = _fits(mixed, a, b, conv_weight, a_log, dt_bias, window.pool, state.pool) and chunks.takes(key, value)
+    fits = _fits(mixed, a, b, conv_weight, a_log, dt_bias, window.pool, state.pool) and chunks.takes(state.pool)
+    fits = fits and (spans.single or chunks.takes_rows(mixed))
     if not fits or conv_weight.shape[1] < 2:
         return reference.gated_delta_net(mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state)
     if not spans.single:
@@ -138,7 +139,8 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, state: StateSlots
 ) -> Tensor:
     packed = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
-    if not packed or not _fits(g, beta, state.pool) or not _known(q, k, v) or not chunks.takes(*state.pool.shape[2:]):
+    known = packed and _fits(g, beta, state.pool) and _known(q, k, v)
+    if not known or not chunks.takes(state.pool) or not chunks.takes_rows(v):
         return reference.gated_delta_rule(q, k, v, g, beta, spans, state)
     return chunks.rule(q, k, v, g, beta, None, None, spans, state)
 

@@ -11,6 +11,8 @@ in flash-linear-attention's kernels.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +21,35 @@ from torch import Tensor
 from mstar.nn.ops import pdl
 from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
 
-__all__ = ["gates", "rule", "takes"]
+__all__ = ["gates", "rule", "takes", "takes_rows"]
 
 _SIZES = (16, 32, 64, 128)
 _COLUMNS = 32
 """Columns of a matrix that one program takes through a row's chunks."""
 
 
-def takes(key: int, value: int) -> bool:
-    """Whether matrices ``[key, value]`` are of a size that there are kernels for."""
-    return key in _SIZES and value in _SIZES
+_AMPLE = 160 << 10
+"""Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
+_PRECISION = "tf32x3"
+"""Of products of float32: three on tensor cores, nearly exact."""
+
+
+def takes(pool: Tensor) -> bool:
+    """Whether there are kernels for matrices in *pool* ``[places, heads, K, V]``."""
+    return pool.shape[2] in _SIZES and pool.shape[3] in _SIZES
+
+
+def takes_rows(x: Tensor) -> bool:
+    """Whether rows of many tokens with such inputs fit into the memory of the device's processors."""
+    return x.dtype is not torch.float32 or _ample(x.device)
+
+
+@cache
+def _ample(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return memory >= _AMPLE
 
 
 @triton.jit
@@ -104,23 +125,24 @@ def _prepare(
     dtype = solved.dtype.element_ty
     k_small = keys.to(dtype)
     place = (token * v_heads + head)[:, None]
+    # The largest tiles one after the other: all of them at once would not fit into the registers.
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
+    if count > 1:
+        own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision)
+    inverse = inverse.to(dtype)
+    values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
+    u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
+    tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
+    w = tl.dot(inverse, (keys * (beta * tl.exp(decay))[:, None]).to(dtype), input_precision=precision)
+    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
+    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
+    tl.store(left + number * v_heads + head, tl.exp(total))
     queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
     queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
     weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
     tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
     tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
-    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
-    tl.store(left + number * v_heads + head, tl.exp(total))
-    values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
-    u = values * beta[:, None]
-    w = keys * (beta * tl.exp(decay))[:, None]
-    if count > 1:
-        own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
-        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision).to(dtype)
-        u = tl.dot(inverse, u.to(dtype), input_precision=precision)
-        w = tl.dot(inverse, w.to(dtype), input_precision=precision)
-    tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
-    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
 
 
 @triton.jit(
@@ -180,19 +202,19 @@ def rule(
     reads, seeing, writes = v.new_empty((3, tokens, v_heads, key)).unbind(0)
     within = v.new_empty((tokens, v_heads, CHUNK))
     left = torch.empty((most, v_heads), dtype=torch.float32, device=v.device)
-    precision = "ieee" if v.dtype is torch.float32 else "tf32x3"
+    stages = 2 if _ample(v.device) and v.dtype is not torch.float32 else 1
     log, bias = (a, a) if a_log is None or dt_bias is None else (a_log, dt_bias)
     if most and spans.rows:
         _prepare[(most, v_heads)](
             q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
-            a_log is not None, precision, pdl.enabled(), num_warps=8, **pdl.options(),
+            a_log is not None, _PRECISION, pdl.enabled(), num_warps=4, **pdl.options(),
         )  # fmt: skip
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target
         _scan[(spans.rows, v_heads, value // columns)](
             solved, reads, seeing, writes, within, left, table, spans.first_chunks, state.pool, state.source, target,
-            out, most, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, precision,
-            pdl.enabled(), num_warps=4, num_stages=2, **pdl.options(),
+            out, most, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, _PRECISION,
+            pdl.enabled(), num_warps=4, num_stages=stages, **pdl.options(),
         )  # fmt: skip
     return out

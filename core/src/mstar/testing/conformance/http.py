@@ -24,6 +24,7 @@ from mstar.runtime.deployment_files import packaged_deployment
 from mstar.runtime.service import Service
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.model import ModelSpec
+from mstar.spec.sound import wav
 from mstar.spec.tasks import Audio
 from mstar.testing.conformance import http_pictures
 from mstar.testing.conformance.http_pictures import picture_body
@@ -227,6 +228,9 @@ def _speech(server: _Server, route: str, example: Example) -> None:
     key = server.spec.key
     knobs = {name: value for name, value in example.knobs.items() if name in server.spec.knobs.model_fields}
     body = {"model": key, "input": example.text if example.text.strip() else "a", **knobs}
+    clip = next((part for part in example.parts if isinstance(part, Audio)), None)
+    if clip is not None:  # a voice to be cloned
+        body["ref_audio"] = base64.b64encode(wav(clip.samples, clip.rate)).decode()
     file = server.post(route, {**body, "response_format": "wav"})
     with wave.open(io.BytesIO(file.content)) as clip:
         rate, whole = clip.getframerate(), clip.readframes(clip.getnframes())

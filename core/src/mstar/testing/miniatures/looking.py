@@ -63,7 +63,7 @@ class Look(Chat):
     def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
         if request.inputs.get("pieces") is not None:
             yield Run("look")
-        yield Run("generate")
+        yield Run("generate", values={"patches": None})
 
     def resources(self) -> Mapping[str, ResourceSpec]:
         return {

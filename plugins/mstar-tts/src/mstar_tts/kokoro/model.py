@@ -10,11 +10,12 @@ from mstar.nn.config import read_config
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.spec.errors import SetupError
-from mstar.spec.graph import CLIENT, Call, Entry, Graph, NodeSpec, Param, Partition, Port, Seq, Stream
+from mstar.spec.graph import CLIENT, Call, Entry, Graph, NodeSpec, Param, Partition, Port, Seq, Stream, Whole
 from mstar.weights.checkpoint import open_checkpoint
 from mstar.weights.names import WeightMap
 from mstar_tts.kokoro.config import KokoroConfig
 from mstar_tts.kokoro.nodes import FrameHalf, TextHalf
+from mstar_tts.watermark.marking import marked
 
 __all__ = ["Kokoro"]
 
@@ -25,6 +26,7 @@ _BY_FRAMES = (rf"decoder{_IN}.*", rf"predictor{_IN}(shared|F0|N|F0_proj|N_proj)\
 _BY_NOBODY = (rf"bert{_IN}pooler\..*", rf"bert{_IN}embeddings\.position_ids")
 
 
+@marked(lambda model: Whole())
 class Kokoro(Model):
     """Kokoro-82M and models of its architecture."""
 

@@ -10,6 +10,7 @@ from mstar.spec.knobs import Finite, Knobs
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
 from mstar_tts.kokoro.languages import LangCode
 from mstar_tts.kokoro.packages import PACKAGES
+from mstar_tts.watermark.options import WatermarkOptions
 
 __all__ = ["KOKORO", "KokoroKnobs", "KokoroOptions"]
 
@@ -36,7 +37,7 @@ class KokoroKnobs(Knobs):
 _Buckets = Annotated[tuple[Annotated[int, Field(ge=1, le=1 << 20)], ...], Field(min_length=1, max_length=64)]
 
 
-class KokoroOptions(Knobs):
+class KokoroOptions(WatermarkOptions):
     lang_code: LangCode | None = Field(
         None, description="The language of requests that name none, instead of their voice's."
     )
