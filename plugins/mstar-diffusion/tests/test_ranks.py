@@ -19,6 +19,7 @@ from mstar.spec.tasks import Image
 from mstar.testing.drive import Driver
 from mstar.testing.examples import Example
 from mstar.testing.ranks import Ranks
+from mstar_diffusion.z_image import tiny
 
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"width": 64, "height": 80, "num_inference_steps": 3, "seed": 1},
@@ -33,10 +34,11 @@ def ranks() -> Iterator[Ranks]:
         yield running
 
 
-@pytest.fixture
-def folder(z_image: Path) -> Path:
-    """Its denoiser has four heads."""
-    return z_image
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("z_image")
+    tiny.write(folder, n_heads=4, n_kv_heads=4, axes_dims=[4, 4, 4])
+    return folder
 
 
 def registry() -> Registry:

@@ -25,14 +25,14 @@ TRANSFORMER: dict[str, Any] = {
     "dim": 48,
     "n_layers": 2,
     "n_refiner_layers": 1,
-    "n_heads": 4,
-    "n_kv_heads": 4,
+    "n_heads": 3,
+    "n_kv_heads": 3,
     "norm_eps": 1e-5,
     "qk_norm": True,
     "cap_feat_dim": TEXT_HIDDEN,
     "rope_theta": 256.0,
     "t_scale": 1000.0,
-    "axes_dims": [4, 4, 4],
+    "axes_dims": [4, 6, 6],
     "axes_lens": [1024, 64, 64],
 }
 VAE: dict[str, Any] = {
@@ -70,9 +70,9 @@ _CLASSES = {
 }
 
 
-def write(folder: Path) -> None:
-    """Write the parts of a Z-Image pipeline into *folder*."""
-    configs = {"transformer": TRANSFORMER, "vae": VAE, "scheduler": SCHEDULER}
+def write(folder: Path, **transformer: Any) -> None:
+    """Write the parts of a Z-Image pipeline into *folder*. *transformer*: other sizes of its denoiser."""
+    configs = {"transformer": TRANSFORMER | transformer, "vae": VAE, "scheduler": SCHEDULER}
     vae = VaeConfig.read(VAE)
     with torch.device("meta"):
         encoder = Encoder(3, vae.latent, vae.widths, vae.layers, vae.groups)
