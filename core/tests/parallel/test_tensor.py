@@ -12,11 +12,14 @@ from tiny_llama import CONFIG, VARIANTS, answer
 
 from mstar.nn.mesh import Mesh, World, building
 from mstar.nn.model import BuildContext
+from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
 from mstar.patterns.causal_lm import CausalLM
+from mstar.spec import resources as specs
 from mstar.spec.errors import SetupError
 from mstar.testing.drive import Driver
 from mstar.testing.ranks import Ranks
 from mstar.weights.loader import load
+from mstar.worker import build
 from mstar.worker.layout import mesh_faults
 
 MODEL = "mstar.patterns.causal_lm:CausalLM"
@@ -145,3 +148,38 @@ def test_a_node_that_does_not_say_so_is_not_divided() -> None:
 def test_a_mesh_for_a_node_that_is_not_there() -> None:
     with pytest.raises(SetupError, match="a mesh for node 'calk': unknown node; did you mean 'calc'"):
         Driver("mini_planner", meshes={"calk": Mesh.sketch(tp=2)})
+
+
+def with_memory(world: World, folder: Path) -> int:
+    """Pages of the pool on a rank that has less memory free the higher it is."""
+    mesh, free = tiny_llama.everybody(world), build.free_memory
+    build.free_memory = lambda device: (8 - 2 * world.rank) << 20
+    try:
+        driver = Driver("tiny", tiny_llama.registry(MODEL), folder, {"llm": mesh}, max_concurrent_requests=4096)
+    finally:
+        build.free_memory = free
+    return driver.worker.resources["kv"].capacity()
+
+
+def test_pools_have_one_size_that_of_the_rank_with_the_least_memory(ranks: Ranks, plain: Path) -> None:
+    pages = ranks.run(2, with_memory, plain)
+    assert pages[0] == pages[1]
+    token = 2 * CONFIG["num_hidden_layers"] * CONFIG["head_dim"] * 4  # of one key-value head, float32
+    budget = (6 << 20) // 2 * 0.25  # two ranks share the machine, and pools without a size get a quarter
+    assert 0.9 * budget < pages[0] * 16 * token <= budget
+
+
+def test_resources_are_divided_by_heads_and_others_are_whole() -> None:
+    window = specs.WindowKV(kv_heads=2, query_heads=8)
+    assert window.divided(4) == specs.WindowKV(kv_heads=1, query_heads=2)
+    ragged = specs.RaggedAttention(heads=6, kv_heads=6)
+    assert ragged.divided(3) == specs.RaggedAttention(heads=2, kv_heads=2)
+    assert specs.Sampler(vocab=7).divided(4) == specs.Sampler(vocab=7)
+    with pytest.raises(SetupError, match="6 query heads are not divided by tp=4"):
+        specs.PagedKV(kv_heads=2, query_heads=6).divided(4)
+
+
+def test_small_sums_through_symmetric_memory_are_for_gpus() -> None:
+    assert symmetric_fault(torch.device("cpu")) == "symmetric memory is for GPUs"
+    with pytest.raises(RuntimeError, match="is for GPUs"):
+        SymmetricReducer(None, torch.device("cpu"), 1 << 18)

@@ -102,6 +102,8 @@ STATIC: dict[str, dict[str, str]] = {
     "unused_tensor": {"test_it_loads": "shift [64] in model.safetensors"},
     "ignores_all": {"test_unused_tensor_is_noticed": "loads a checkpoint with a tensor that it does not use"},
     "loads_anything": {"test_missing_tensor_is_noticed": "loads without tensor 'scale'"},
+    "lopsided": {"test_shares_of_tensors_make_up_the_whole": "no rank has items 32 to 63 along dimension 0 of 'scale'"},
+    "undivided": {"test_shares_of_tensors_make_up_the_whole": "it has no layer that is divided"},
     "sound_weights": {},
 }
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mstar.nn.shards import Cut, Share
 from mstar.spec.errors import WeightsError
 from mstar.weights import reader
 from mstar.weights.checkpoint import Checkpoint
@@ -53,6 +54,44 @@ def test_every_dtype_as_it_is_and_cast(block: int, tmp_path: Path, monkeypatch: 
         assert torch.equal(same[name].view(torch.uint8), tensor.view(torch.uint8)), name
     for name, found in cast.items():
         assert torch.equal(found, tensors[name].to(torch.float32)), name
+
+
+CUTS = {
+    "rows": Cut(0, 6, (Share(2, 3),)),
+    "columns": Cut(1, 10, (Share(4, 5),)),
+    "inner": Cut(2, 4, (Share(1, 2),)),
+    "rows of sections": Cut(0, 6, (Share(1, 2), Share(4, 1))),
+    "columns of sections": Cut(1, 10, (Share(0, 2), Share(6, 3))),
+}
+
+
+@pytest.mark.parametrize("block", [64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "cast"])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_part_is_read_and_nothing_else(
+    cut: Cut, dtype: torch.dtype, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_BLOCK", block)
+    runs: list[tuple[int, int]] = []
+    spread = reader._Read.runs
+
+    def watched(self: Any) -> Iterator[tuple[int, int]]:
+        for run in spread(self):
+            runs.append(run)
+            yield run
+
+    monkeypatch.setattr(reader._Read, "runs", watched)
+    whole = torch.randn(6, 10, 4)
+    save_file({"other": torch.zeros(3), "x": whole}, tmp_path / "model.safetensors")
+    expected = cut.of(whole)
+    found = torch.empty(expected.shape, dtype=dtype)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.read([("x", found, cut)], lambda done: None)
+    assert torch.equal(found, expected.to(dtype))
+    start = checkpoint.tensors["x"].start
+    read_places = {place for first, count in runs for place in range(first - start, first - start + count)}
+    wanted = cut.of(torch.arange(whole.numel()).view(whole.shape)).flatten().tolist()
+    assert read_places == {4 * place + byte for place in wanted for byte in range(4)}
 
 
 def test_a_dtype_that_torch_lacks_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from mstar.nn.linear import ColumnLinear, RowLinear
+from mstar.nn.mesh import Mesh, building
 from mstar.spec.errors import WeightsError
 from mstar.weights.checkpoint import Checkpoint, open_checkpoint
 from mstar.weights.loader import load
@@ -136,3 +138,15 @@ def test_safetensors_come_first_and_two_files_of_torch_are_one_too_many(tmp_path
         open_checkpoint(tmp_path)
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     assert isinstance(open_checkpoint(tmp_path), Checkpoint)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_gets_its_share(rank: int, tmp_path: Path) -> None:
+    up, down, bias = torch.randn(6, 4), torch.randn(4, 6), torch.randn(6)
+    folder = write(tmp_path, {"up.weight": up, "up.bias": bias, "down.weight": down})
+    with building(Mesh.sketch(tp=2, rank=rank)), torch.device("meta"):
+        module = nn.ModuleDict({"up": ColumnLinear(4, 6, bias=True), "down": RowLinear(6, 4)})
+    load(module, WeightMap.from_module(module), folder, torch.device("cpu"), torch.float32)
+    own = slice(3 * rank, 3 * rank + 3)
+    for name, expected in {"up.weight": up[own], "up.bias": bias[own], "down.weight": down[:, own]}.items():
+        assert torch.equal(module.get_parameter(name), expected), name

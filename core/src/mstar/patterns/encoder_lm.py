@@ -47,6 +47,8 @@ class EncoderLMFacts:
 class EncoderLMNode(CausalLMNode):
     """A causal LM's node whose prompt may come with embeddings."""
 
+    tensor_parallel = True
+
     def __init__(self, config: DecoderConfig, placeholder: int):
         super().__init__(config)
         self.placeholder = placeholder

@@ -159,6 +159,8 @@ def mstar_models() -> Sequence[ModelSpec]:
         _weighted("unused_tensor", tiny="broken_plugins.defects:write_scale_and_more"),
         _weighted("ignores_all", "IgnoresAll"),
         _weighted("loads_anything", "LoadsAnything"),
+        _weighted("lopsided", "Lopsided"),
+        _weighted("undivided", "Undivided"),
         # behaviour
         _model("keeps_state", "KeepsState"),
         _model("mixes_rows", "MixesRows"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from mstar.nn.mesh import current_mesh
 from mstar.nn.model import Demand
 from mstar.nn.node import Node, Step
+from mstar.nn.shards import Cut, Division, Part, Share
 from mstar.resources.base import Owner, Row
 from mstar.resources.recurrent import RecurrentStateResource
 from mstar.spec.graph import Call, Graph, Loop, NodeSpec, Param, Port, WhenTrue
@@ -61,6 +63,40 @@ class LoadsAnything(Scaled):
             del built.scale
             built.register_buffer("scale", torch.ones(VOCAB, device="cpu"), persistent=False)
         return built
+
+
+class _FirstHalf(_Scaled):
+    """Whichever rank it is for."""
+
+    tensor_parallel = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        size = VOCAB // current_mesh().tp.size
+        self.divisions = (Division("tokens", VOCAB),)
+        self.scale = nn.Parameter(torch.empty(size))
+
+    def published_parts(self, name: str) -> Iterator[Part]:
+        size = self.scale.shape[0]
+        yield Part("", cut=None if size == VOCAB else Cut(0, VOCAB, (Share(0, size),)))
+
+
+class Lopsided(Scaled):
+    """Divided among ranks, all have the same half."""
+
+    def build(self, node: str) -> Node:
+        return _FirstHalf()
+
+
+class _Whole(_Scaled):
+    tensor_parallel = True
+
+
+class Undivided(Scaled):
+    """Says that it can be divided, and has nothing that is."""
+
+    def build(self, node: str) -> Node:
+        return _Whole()
 
 
 class BadGraph(Chat):

@@ -21,6 +21,7 @@ from mstar.testing.conformance.graphs import GraphChecks
 from mstar.testing.conformance.http import HttpChecks
 from mstar.testing.conformance.plugins import PluginChecks
 from mstar.testing.conformance.requests import RequestChecks
+from mstar.testing.conformance.shares import ShareChecks
 from mstar.testing.conformance.specs import SpecChecks
 from mstar.testing.conformance.weights import WeightsChecks
 
@@ -28,7 +29,15 @@ __all__ = ["FamilyConformance", "PluginConformance"]
 
 
 class FamilyConformance(
-    SpecChecks, GraphChecks, WeightsChecks, RequestChecks, AnswerChecks, BatchChecks, EndChecks, HttpChecks
+    SpecChecks,
+    GraphChecks,
+    WeightsChecks,
+    ShareChecks,
+    RequestChecks,
+    AnswerChecks,
+    BatchChecks,
+    EndChecks,
+    HttpChecks,
 ):
     """All checks of one model.
 

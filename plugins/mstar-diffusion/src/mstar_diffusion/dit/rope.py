@@ -36,6 +36,10 @@ class Turn(NamedTuple):
         parts = (self, *others)
         return Turn(torch.cat([part.cos for part in parts]), torch.cat([part.sin for part in parts]))
 
+    def part(self, start: int, end: int | None = None) -> Turn:
+        """The turns of some of these tokens."""
+        return Turn(self.cos[start:end], self.sin[start:end])
+
     def own(self, shards: SequenceShards, part: int) -> Turn:
         """The turns of this rank's stretch of part *part*, which these are."""
         return Turn(shards.own(self.cos, part, 0), shards.own(self.sin, part, 0))

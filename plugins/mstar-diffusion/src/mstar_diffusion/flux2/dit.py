@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstar.nn.linear import Linear, MergedLinear
+from mstar.nn.linear import ColumnLinear, Linear, QKVLinear, RowLinear
+from mstar.nn.mesh import current_mesh
 from mstar.nn.node import Node, Step
+from mstar.nn.sequence import SequenceShards
+from mstar.nn.shards import Division, share
 from mstar.spec.errors import SetupError
 from mstar_diffusion.dit.attention import attend, attention_by
 from mstar_diffusion.dit.feed_forward import SwiGLU
@@ -98,12 +101,18 @@ class Flux2Config:
         return nn.LayerNorm(self.dim, self.eps, elementwise_affine=False)
 
 
+def _mixed(q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards | None) -> Tensor:
+    """``[rows, tokens, width]``: attention of *q*, *k*, *v* ``[rows, tokens, heads, head]``."""
+    mixed: Tensor = attend(q, k, v) if shards is None else shards.attend(attend, q, k, v)
+    return mixed.flatten(2)
+
+
 class FeedForward(nn.Module):
     def __init__(self, config: Flux2Config):
         super().__init__()
-        self.linear_in = Linear(config.dim, 2 * config.hidden)
+        self.linear_in = ColumnLinear(config.dim, 2 * config.hidden, sections=(config.hidden, config.hidden))
         self.act = SwiGLU()
-        self.linear_out = Linear(config.hidden, config.dim)
+        self.linear_out = RowLinear(config.hidden, config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear_out(self.act(self.linear_in(x)))  # type: ignore[no-any-return]
@@ -114,21 +123,24 @@ class JointAttention(nn.Module):
 
     def __init__(self, config: Flux2Config):
         super().__init__()
-        dim, self.heads = config.dim, config.heads
-        self.to_qkv = MergedLinear(dim, {"to_q": dim, "to_k": dim, "to_v": dim})
-        self.added_qkv = MergedLinear(dim, {"add_q_proj": dim, "add_k_proj": dim, "add_v_proj": dim})
+        dim, heads, head = config.dim, config.heads, config.head
+        self.to_qkv = QKVLinear(dim, heads, heads, head, names=("to_q", "to_k", "to_v"))
+        self.added_qkv = QKVLinear(dim, heads, heads, head, names=("add_q_proj", "add_k_proj", "add_v_proj"))
+        self.heads = self.to_qkv.heads
         self.norm_q, self.norm_k, self.norm_added_q, self.norm_added_k = (
             nn.RMSNorm(config.head, config.eps) for _ in range(4)
         )
-        self.to_out = nn.ModuleList([Linear(dim, dim)])
-        self.to_add_out = Linear(dim, dim)
+        self.to_out = nn.ModuleList([RowLinear(dim, dim, unit=head)])
+        self.to_add_out = RowLinear(dim, dim, unit=head)
 
-    def forward(self, picture: Tensor, text: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, picture: Tensor, text: Tensor, turn: Turn, shards: SequenceShards | None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = self.to_qkv(picture).unflatten(-1, (3, self.heads, -1)).unbind(2)
         text_q, text_k, text_v = self.added_qkv(text).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q = turn.apply(torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1))
         k = turn.apply(torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1))
-        mixed = attend(q, k, torch.cat((text_v, v), 1)).flatten(2)
+        mixed = _mixed(q, k, torch.cat((text_v, v), 1), shards)
         of_text, of_picture = mixed[:, : text.shape[1]], mixed[:, text.shape[1] :]
         return self.to_out[0](of_picture), self.to_add_out(of_text)
 
@@ -147,13 +159,16 @@ class DoubleBlock(nn.Module):
         steered: tuple[Modulation, Modulation],
         text_steered: tuple[Modulation, Modulation],
         turn: Turn,
+        shards: SequenceShards | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """*picture* and *text* ``[rows, tokens, dim]``; of each the modulation of attention and of the feed-forward."""
+        """*picture* and *text* ``[rows, tokens, dim]``; of each the modulation of attention and of the feed-forward.
+        *shards*: of which sequence these are a rank's tokens, text and picture; ``None``: they are all."""
         (mixing, feeding), (text_mixing, text_feeding) = steered, text_steered
         mixed, text_mixed = self.attn(
             modulated(self.norm1(picture), mixing.scale, mixing.shift),
             modulated(self.norm1_context(text), text_mixing.scale, text_mixing.shift),
             turn,
+            shards,
         )
         picture = picture + mixing.gate * mixed
         picture = picture + feeding.gate * self.ff(modulated(self.norm2(picture), feeding.scale, feeding.shift))
@@ -167,17 +182,22 @@ class ParallelAttention(nn.Module):
 
     def __init__(self, config: Flux2Config):
         super().__init__()
-        self.heads, self.parts = config.heads, (3 * config.dim, 2 * config.hidden)
-        self.to_qkv_mlp_proj = Linear(config.dim, sum(self.parts))
+        dim, hidden = config.dim, config.hidden
+        sections = (dim, dim, dim, hidden, hidden)
+        self.divisions = (Division("heads", config.heads),)
+        self.to_qkv_mlp_proj = ColumnLinear(dim, sum(sections), sections=sections)
+        self.heads = share(config.heads, self.to_qkv_mlp_proj.tp).length
+        width = 3 * self.heads * config.head
+        self.parts = (width, self.to_qkv_mlp_proj.out_features - width)
         self.act = SwiGLU()
         self.norm_q, self.norm_k = (nn.RMSNorm(config.head, config.eps) for _ in range(2))
-        self.to_out = Linear(config.dim + config.hidden, config.dim)
+        self.to_out = RowLinear(dim + hidden, dim, sections=(dim, hidden))
 
-    def forward(self, x: Tensor, turn: Turn) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
         qkv, fed = self.to_qkv_mlp_proj(x).split(self.parts, -1)
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
-        mixed = attend(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v)
-        return self.to_out(torch.cat((mixed.flatten(2), self.act(fed)), -1))  # type: ignore[no-any-return]
+        mixed = _mixed(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v, shards)
+        return self.to_out(torch.cat((mixed, self.act(fed)), -1))  # type: ignore[no-any-return]
 
 
 class SingleBlock(nn.Module):
@@ -186,8 +206,9 @@ class SingleBlock(nn.Module):
         self.norm = config.norm()
         self.attn = ParallelAttention(config)
 
-    def forward(self, x: Tensor, steered: Modulation, turn: Turn) -> Tensor:
-        return x + steered.gate * self.attn(modulated(self.norm(x), steered.scale, steered.shift), turn)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, steered: Modulation, turn: Turn, shards: SequenceShards | None = None) -> Tensor:
+        """*shards*: as :meth:`DoubleBlock.forward`'s."""
+        return x + steered.gate * self.attn(modulated(self.norm(x), steered.scale, steered.shift), turn, shards)  # type: ignore[no-any-return]
 
 
 class TimestepEmbedder(nn.Module):
@@ -216,11 +237,16 @@ class Flux2Dit(Node):
     """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, normalised.
 
     :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+
+    Sequence parallelism divides text and picture, references included, each by itself.
     """
+
+    tensor_parallel = True
+    sequence_parallel = True
 
     def __init__(self, config: Flux2Config, attention: str = "sdpa"):
         super().__init__()
-        self.config, self.backend = config, attention
+        self.config, self.backend, self.sp = config, attention, current_mesh().sp
         self.time_guidance_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config)})
         self.double_stream_modulation_img = Shifted(config.dim, 2)
         self.double_stream_modulation_txt = Shifted(config.dim, 2)
@@ -276,15 +302,19 @@ class Flux2Dit(Node):
         steered, text_steered = self.double_stream_modulation_img(time), self.double_stream_modulation_txt(time)
         (single,) = self.single_stream_modulation(time)
         tokens = torch.cat([picture.flatten(1, 2) for picture in (latent, *seen)], 1)
-        picture, text, turn = self.x_embedder(tokens), prompt, self._turn(latent, prompt, seen)
+        picture, turn = self.x_embedder(tokens), self._turn(latent, prompt, seen)
+        behind = prompt.shape[1]
+        both = SequenceShards((behind, picture.shape[1]), self.sp)
+        shards = both if self.sp.size > 1 else None
+        turn = turn.part(0, behind).own(both, 0).join(turn.part(behind).own(both, 1))
+        text, picture = both.own(prompt, 0), both.own(picture, 1)
         for block in self.transformer_blocks:
-            picture, text = block(picture, text, steered, text_steered, turn)
+            picture, text = block(picture, text, steered, text_steered, turn, shards)
         x = torch.cat((text, picture), 1)
         for block in self.single_transformer_blocks:
-            x = block(x, single, turn)
-        behind = prompt.shape[1]
-        x = self.norm_out(x[:, behind : behind + height * width], time)
-        return self.proj_out(x).unflatten(1, (height, width))  # type: ignore[no-any-return]
+            x = block(x, single, turn, shards)
+        x = both.whole(x, 1)[:, : height * width]
+        return self.proj_out(self.norm_out(x, time)).unflatten(1, (height, width))  # type: ignore[no-any-return]
 
     def _turn(self, latent: Tensor, prompt: Tensor, seen: list[Tensor]) -> Turn:
         """Axes: time, row, column, place in the text."""
