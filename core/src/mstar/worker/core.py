@@ -380,9 +380,11 @@ class Worker:
         flights = self.engine.launch(work)
         now = time.monotonic()
         for flight in flights:
-            if flight.failure is None:
-                for index, w in enumerate(flight.work):
+            for index, w in enumerate(flight.work):
+                if flight.failure is None:
                     self._launched(flight, index, w, now)
+                else:  # the scheduler has it no more: if it should not have been, there is nothing to drop there
+                    w.call.flight = flight
         self.trace.stage("schedule")
         return flights
 
