@@ -104,6 +104,21 @@ def test_pictures_with_equal_places_are_told_apart_by_the_prefix_cache(registry:
     assert driver.worker.status()["prefix"]["hits"] > 0
 
 
+def test_pictures_of_a_head_that_is_known_are_not_encoded_again(registry: Registry) -> None:
+    """Also if their own embeddings had to give way."""
+    driver = driven(registry, resources={"media": {"cache": False}})
+    first = "aDDaCCabcdef"  # the last page of a prompt is computed in any case: no picture is in it
+    second = f"{first}Bghijkl"
+    for i, (text, new) in enumerate(((first, "DC"), (second, "B"), (second, ""), (f"{first}A", "A"))):
+        before = encoded(driver)
+        ask(driver, f"r{i}", text)
+        driver.run()
+        assert_right(driver, f"r{i}", text)
+        assert encoded(driver) - before == 2 * sum(SIZES[letter] for letter in new)
+    assert driver.worker.status()["prefix"]["hits"] > 0
+    driver.assert_empty()
+
+
 def test_steps_have_whole_pictures_and_as_many_as_fit(registry: Registry) -> None:
     text = "ABCD" * 3
     driver = driven(registry, scheduler={"max_step_tokens": 5}, resources={"media": {"cache": False}})

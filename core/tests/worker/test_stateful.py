@@ -144,6 +144,7 @@ class HybridMachine(WorkerMachine):
 
     constrained = False
     key = "mini_hybrid"
+    longest = 1000  # characters of a text that is like another
     overrides: ClassVar[dict[str, Any]] = {
         **WorkerMachine.overrides,
         "resources": {"kv": {"tokens": 256}, "state": {"checkpoints": 4}},
@@ -156,7 +157,7 @@ class HybridMachine(WorkerMachine):
         text = self.asked[like].text
         if isinstance(self.driver.ended.get(like), Done) and self.driver.emitted.get(like) and rng.random() < 0.5:
             text += decode(self.driver.result(like)["text"])
-        text = text[: rng.randint(1, len(text))] + "".join(rng.choices("abc", k=rng.randint(0, 6)))
+        text = text[: min(rng.randint(1, len(text)), self.longest)] + "".join(rng.choices("abc", k=rng.randint(0, 6)))
         first = f"r{len(self.asked)}"
         for _ in range(samples):
             name = f"r{len(self.asked)}"
@@ -165,6 +166,17 @@ class HybridMachine(WorkerMachine):
             prepared.request.sibling_of = None if name == first else first
             self.driver.submit_prepared(prepared, self.asked[name])
         self.driver.take()
+
+
+class LookMachine(HybridMachine):
+    """Pictures come again, give way, and stand in heads that are known; there is no room for all requests' at once."""
+
+    key = "mini_look"
+    longest = 24
+    overrides: ClassVar[dict[str, Any]] = {
+        **WorkerMachine.overrides,
+        "resources": {"kv": {"tokens": 256}, "media": {"tokens": 192, "max_tokens": 192}},
+    }
 
 
 class DenoiseMachine(WorkerMachine):
@@ -212,6 +224,7 @@ def case(machine: type[WorkerMachine], examples: int) -> Any:
 TestChat = case(WorkerMachine, 40)
 TestOmni = case(OmniMachine, 15)
 TestHybrid = case(HybridMachine, 25)
+TestLook = case(LookMachine, 20)
 TestDenoise = case(DenoiseMachine, 15)
 TestDuplex = case(DuplexMachine, 15)
 TestSeq2Seq = case(Seq2SeqMachine, 12)

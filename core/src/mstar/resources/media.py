@@ -51,13 +51,15 @@ class _Context:
     """One request's media.
 
     :param units: lines promised. :param starts: where each piece begins among the encoder's items, and where the last
-        one ends. :param at: line of each token of the prompt, -1 for text. :param read: tokens read so far.
+        one ends. :param until: behind which token of the prompt each is no longer needed. :param at: line of each token
+        of the prompt, -1 for text. :param read: tokens read so far.
     """
 
     units: int
     is_open: bool = False
     pieces: list[Piece] = field(default_factory=list)
     starts: Lines = field(default_factory=lambda: _NONE)
+    until: Lines = field(default_factory=lambda: _NONE)
     at: Lines = field(default_factory=lambda: _NONE)
     read: int = 0
 
@@ -128,6 +130,7 @@ class MediaEmbeddings(Resource):
         for size, first, second in zip(sizes.tolist(), table[:, 2].tolist(), table[:, 3].tolist(), strict=True):
             context.pieces.append(self.books.take((salt, first, second), size))
         context.starts = np.concatenate(([0], np.cumsum(table[:, 0])))
+        context.until = places[np.cumsum(sizes) - 1] + 1
         context.at = np.full(int(places[-1]) + 1, -1, np.int64)
         context.at[places] = np.concatenate([piece.lines for piece in context.pieces])
         self._waiting.add(owner)
@@ -179,9 +182,10 @@ class MediaEmbeddings(Resource):
     def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
         context = self._get(owner)
         starts = context.starts.tolist()
-        index = starts.index(start)
-        known = index
-        while known < len(context.pieces) and context.pieces[known].ready:
+        if not context.pieces:  # all are read: a prefix cache holds what comes of them
+            return starts[-1] - start, 0
+        known = starts.index(start)
+        while known < len(context.pieces) and (context.pieces[known].ready or context.until[known] <= context.read):
             known += 1
         end, seen = known, set[int]()
         while end < len(context.pieces):

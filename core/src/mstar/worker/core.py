@@ -320,12 +320,19 @@ class Worker:
             for call in ready:
                 if call.op.entry.prefix and live.fresh and call.done == 0:
                     self.sharing.reuse(live, call)
-                if self.portions.concern(call.op) and self.portions.skip(live, call):
+                if self._known(live, call):
                     run.complete(call, {})
                 else:
                     self._offer(call, now)
         if run.finished and live.started is not None:
             self._finish(live)
+
+    def _known(self, live: Live, call: CallRun) -> bool:
+        """Whether nothing of *call* needs to be computed."""
+        if not self.portions.concern(call.op):
+            return False
+        self.sharing.reuse_ahead(live, call)
+        return self.portions.skip(live, call)
 
     def _offer(self, call: CallRun, now: float) -> None:
         request = call.run.request
@@ -371,9 +378,11 @@ class Worker:
             self.ranks.launched(flights)
         now = time.monotonic()
         for flight in flights:
-            if flight.failure is None:
-                for index, w in enumerate(flight.work):
+            for index, w in enumerate(flight.work):
+                if flight.failure is None:
                     self._launched(flight, index, w, now)
+                else:  # the scheduler has it no more: if it should not have been, there is nothing to drop there
+                    w.call.flight = flight
         self.trace.stage("schedule")
         return flights
 

@@ -25,6 +25,7 @@ class Live:
     deadline: float | None = None
     started: float | None = None
     cached: int = 0
+    skipped: int | None = None  # tokens of its prompt, if that was settled before the prompt's call was ready
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
     profile: RequestProfile | None = None  # for requests that ask for it
     siblings: list[Live] = field(default_factory=list)

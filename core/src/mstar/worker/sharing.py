@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from mstar.graph.calls import CallRun
-from mstar.graph.program import Plan
+from mstar.graph.program import CallOp, Plan
 from mstar.resources.base import Owner, Resource
 from mstar.worker.live import Live
 from mstar.worker.ranks import Ranks
@@ -34,6 +34,7 @@ class PromptSharing:
         self._resources, self._live, self._owner_of, self._start = resources, live, owner_of, start
         self.looked_up = self.found = 0
         self._possible = any(entry.prefix for node in plan.graph.nodes for entry in node.entries)
+        self._prompt = _prompt_of(plan)
 
     def waits(self, live: Live) -> bool:
         """Whether *live* is to start later, when its sibling's prompt is computed."""
@@ -43,9 +44,24 @@ class PromptSharing:
         parent.siblings.append(live)
         return True
 
+    def reuse_ahead(self, live: Live, call: CallRun) -> None:
+        """:meth:`reuse` for the prompt that comes after *call*, which computes what stands in it: what only its head
+        needs is then not computed (pictures of earlier turns)."""
+        op = self._prompt
+        if op is None or op.primary is None or live.skipped is not None or not live.fresh:
+            return
+        ref = call.run.values.get(str(op.call.inputs[op.primary]))
+        if ref is not None:
+            prompt = CallRun(call.run, call.partition, op, {op.primary: ref}, ref.length)
+            self.reuse(live, prompt)
+            live.skipped = prompt.done
+
     def reuse(self, live: Live, call: CallRun) -> None:
         """Let the call skip the head of its tokens that all of its resources already hold. Not on another rank, whose
         pools nobody here can ask."""
+        if live.skipped is not None:
+            call.done = live.skipped
+            return
         if self._ranks is not None and not self._ranks.here(call):
             return
         ref = call.inputs[call.op.primary or ""]
@@ -109,3 +125,15 @@ class PromptSharing:
             if self._ranks is not None:  # what was looked at last is dropped last, on all ranks of a mesh
                 self._ranks.matched(resource.name, owner, ids, parent)
         return hits
+
+
+def _prompt_of(plan: Plan) -> CallOp | None:
+    """The call that reads requests' prompts, if there is one and no other."""
+    inputs = {port.name for port in plan.graph.inputs}
+    found = [
+        op
+        for program in plan.programs.values()
+        for op in program
+        if isinstance(op, CallOp) and op.entry.prefix and op.primary and op.call.inputs.get(op.primary) in inputs
+    ]
+    return found[0] if len(found) == 1 else None
