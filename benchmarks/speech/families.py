@@ -184,8 +184,8 @@ def _write_qwen3(folder: Path) -> None:
     file = folder / "speech_tokenizer" / "config.json"
     codec = json.loads(file.read_text())
     codec["decoder_config"].update(
-        codebook_size=2048, codebook_dim=512, hidden_size=1024, latent_dim=1024, num_hidden_layers=8,
-        num_attention_heads=16, num_key_value_heads=16, head_dim=64, intermediate_size=3072, sliding_window=72,
+        codebook_size=2048, codebook_dim=512, hidden_size=512, latent_dim=1024, num_hidden_layers=8,
+        num_attention_heads=16, num_key_value_heads=16, head_dim=64, intermediate_size=1024, sliding_window=72,
         decoder_dim=1536,
     )  # fmt: skip
     file.write_text(json.dumps(codec))

@@ -151,9 +151,11 @@ class Snake(nn.Module):
         super().__init__()
         self.alpha = nn.Parameter(torch.ones(1, channels, 1), requires_grad=False)
 
-    def settle(self) -> None:
-        self.frequency = nn.Parameter(self.alpha.flatten(), requires_grad=False)
-        self.gain = nn.Parameter(1 / (self.alpha.flatten() + 1e-9), requires_grad=False)
+    def settle(self, dtype: torch.dtype | None = None) -> None:
+        """Once, after loading. :param dtype: to go on in; ``None``: that of ``alpha``."""
+        alpha = self.alpha.flatten()
+        self.frequency = nn.Parameter(alpha.to(dtype or alpha.dtype), requires_grad=False)
+        self.gain = nn.Parameter((1 / (alpha + 1e-9)).to(dtype or alpha.dtype), requires_grad=False)
         del self.alpha
 
     def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mstar.nn.sampling import stream_key
+from mstar_tts.codec_blocks import Snake
 from mstar_tts.noise import normal
 from mstar_tts.snac.config import SnacConfig
-from mstar_tts.snac.layers import KERNEL, REACH, Conv, DecoderBlock, Snake, Upsample
+from mstar_tts.snac.layers import KERNEL, REACH, Conv, DecoderBlock, Upsample
 
 __all__ = ["SnacDecoder", "margins"]
 

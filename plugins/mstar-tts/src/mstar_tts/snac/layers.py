@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Conv", "DecoderBlock", "Noise", "ResidualUnit", "Snake", "Upsample"]
+from mstar_tts.codec_blocks import Snake
+
+__all__ = ["Conv", "DecoderBlock", "Noise", "ResidualUnit", "Upsample"]
 
 DILATIONS = (1, 3, 9)
 KERNEL = 7
@@ -72,22 +74,6 @@ class Upsample(_Normed):
     def forward(self, x: Tensor) -> Tensor:
         rate = self.rate
         return F.conv_transpose1d(x, self.weight, self.bias, rate, math.ceil(rate / 2), rate % 2)
-
-
-class Snake(nn.Module):
-    """``x + sin²(αx) / α`` with an α a channel (Ziyin et al., 2020)."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.empty(1, channels, 1))
-
-    def settle(self, dtype: torch.dtype) -> None:
-        """Once, after loading."""
-        self.gain = nn.Parameter((self.alpha + 1e-9).reciprocal().to(dtype), requires_grad=False)
-        self.alpha = nn.Parameter(self.alpha.to(dtype), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(x, self.gain, (self.alpha * x).sin().square())
 
 
 class ResidualUnit(nn.Module):
