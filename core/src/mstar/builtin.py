@@ -46,7 +46,7 @@ def mstar_schedulers() -> dict[str, str]:
 
 @hookimpl
 def mstar_executors() -> dict[str, str]:
-    return {"inline": "mstar.cluster.inline:InlineExecutor", "processes": "mstar.cluster.processes:ProcessesExecutor"}
+    return {"inline": "mstar.cluster.inline:InlineExecutor", "processes": "mstar.cluster.choice:processes"}
 
 
 @hookimpl

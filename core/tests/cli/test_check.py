@@ -60,7 +60,7 @@ max_sessions: -1
 executor: proceses
 scheduler: {policy: defualt}
 engine: {runner: eagr}
-placement: {lm: [0], llm: [1]}
+placement: {lm: [0], llm: {ranks: [0], pt: 2}}
 resources:
   kv: {tokns: 4, page_size: big}
   samplr: {vocab: 2}
@@ -74,7 +74,7 @@ resources:
         "scheduler.policy": "did you mean 'default'",
         "engine.runner": "did you mean 'eager'",
         "placement.lm": "did you mean 'llm'",
-        "placement.llm": "has only rank 0",
+        "placement.llm.pt": "known: ranks, sp, split, tp",
         "resources.kv.tokns": "did you mean 'tokens'",
         "resources.kv.page_size": "valid integer",
         "resources.samplr": "did you mean 'sampler'",

@@ -12,6 +12,7 @@ from mstar.cli.options import with_json, with_key
 from mstar.cli.output import Tree, fault, note, print_json
 from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
+from mstar.spec.placement import Seat
 
 __all__ = ["register"]
 
@@ -75,7 +76,8 @@ def _draw(facts: dict[str, Any], file: Path) -> None:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    tree = Tree(facts["key"])
+    copies = facts["replicas"]
+    tree = Tree(facts["key"] if copies == 1 else f"{facts['key']}, {copies} copies of the layout")
     _add_nodes(tree.add("nodes"), facts)
     for partition in facts["partitions"]:
         branch = tree.add(f"partition {partition['name']}")
@@ -95,9 +97,9 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _add_nodes(tree: Tree, facts: dict[str, Any]) -> None:
     for node in facts["nodes"]:
-        ranks = ", ".join(map(str, node["ranks"]))
+        seats = " and ".join(str(Seat(tuple(seat["ranks"]), seat["tp"], seat["sp"])) for seat in node["seats"])
         rows = f", at most {node['max_rows']} rows a step" if node["max_rows"] else ""
-        branch = tree.add(f"{node['name']} on rank {ranks}{rows}")
+        branch = tree.add(f"{node['name']} on {seats}{rows}")
         for entry in node["entries"]:
             inputs, outputs = (", ".join(map(_port, entry[side])) for side in ("inputs", "outputs"))
             uses = f" using {', '.join(entry['resources'])}" if entry["resources"] else ""

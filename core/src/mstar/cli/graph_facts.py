@@ -35,6 +35,7 @@ from mstar.spec.graph import (
     WhenTrue,
     Whole,
 )
+from mstar.spec.placement import layout_of
 from mstar.spec.resources import ResourceSpec
 
 __all__ = ["graph_facts"]
@@ -44,12 +45,17 @@ def graph_facts(
     key: str, graph: Graph, resources: Mapping[str, ResourceSpec], deployment: Deployment
 ) -> dict[str, Any]:
     """Everything about *graph*, ready for JSON. Walks are trees of ``kind`` call, seq, par, loop and draft."""
+    layout = layout_of(deployment.placement, [node.name for node in graph.nodes])
     return {
         "key": key,
+        "replicas": deployment.replicas,
         "nodes": [
             {
                 "name": node.name,
-                "ranks": deployment.placement.get(node.name, [0]),
+                "ranks": [rank for seat in layout.seats[node.name] for rank in seat.ranks],
+                "seats": [
+                    {"ranks": list(seat.ranks), "tp": seat.tp, "sp": seat.sp} for seat in layout.seats[node.name]
+                ],
                 "max_rows": node.max_rows,
                 "entries": [_entry(entry) for entry in node.entries],
             }

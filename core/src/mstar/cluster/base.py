@@ -35,6 +35,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     :param extra_plugins: names of modules to register beside the installed plugins.
     :param trace_plugins: print every hook call on standard error.
     :param cache: folder for what a worker may keep for its next start; ``None``: it keeps nothing there.
+    :param rank: which of the layout's ranks it is. :param replica: of which copy of the layout.
+    :param meeting: folder in which the processes of a mesh find each other; ``None`` where there is no mesh.
     """
 
     key: str
@@ -46,6 +48,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     extra_plugins: tuple[str, ...] = ()
     trace_plugins: bool = False
     cache: str | None = None
+    rank: int = 0
+    replica: int = 0
+    meeting: str | None = None
 
 
 class Executor(abc.ABC):

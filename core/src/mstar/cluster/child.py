@@ -16,9 +16,20 @@ import zmq
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.launch import BEAT, Start, decode_start, open_socket
+from mstar.cluster.links import RankLink
 from mstar.cluster.shm import Arena
-from mstar.cluster.transport import Codec, Command, PhaseReport, Report, WorkerFailed
-from mstar.cluster.worker_loop import Pulse, Steppable, run_worker
+from mstar.cluster.transport import (
+    Codec,
+    Command,
+    LinkBroken,
+    LinkRank,
+    PhaseReport,
+    RankFacts,
+    Report,
+    UnlinkRank,
+    WorkerFailed,
+)
+from mstar.cluster.worker_loop import Linked, Pulse, Steppable, run_worker
 from mstar.log_format import begin_logging
 from mstar.registry import load_object
 from mstar.spec.errors import FaultFound, SetupError
@@ -78,8 +89,11 @@ def _work(start: Start, channel: _SocketChannel, pulse: Pulse) -> int:
     worker: Steppable | None = None
     try:
         registry: Any = load_object(start.registry_factory)(start.config)
-        worker = load_object(start.worker_factory)(start.config, registry, channel.report_phase)
-        channel.worker = worker
+        made: Any = load_object(start.worker_factory)(start.config, registry, channel.report_phase)
+        worker = channel.worker = made
+        if start.link is not None:
+            made.answer = channel.await_rank_0(start.link)
+            channel.send([RankFacts(facts=made.facts())])
         channel.report_phase(Phase(name="ready"))
         run_worker(worker, channel, pulse)
         worker.close()
@@ -121,17 +135,53 @@ class _SocketChannel:
         self._codec: Codec[Command] = Codec(Command, Arena(Path(start.folder)))
         self._socket = open_socket(context)
         self._socket.connect(start.address)
+        self._context = context
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._links: dict[int, RankLink] = {}
 
-    def receive(self, timeout: float | None) -> Sequence[Command]:
-        if timeout != 0 and not self._socket.poll(None if timeout is None else int(timeout * 1000) + 1):
+    def receive(self, timeout: float | None) -> Sequence[Any]:
+        if timeout != 0 and not self._poller.poll(None if timeout is None else int(timeout * 1000) + 1):
             return ()
-        commands: list[Command] = []
+        commands: list[Any] = []
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return commands
-            commands.extend(self._codec.decode(frame))
+                break
+            commands.extend(map(self._opened, self._codec.decode(frame)))
+        for rank, link in self._links.items():
+            commands.extend(link.take())
+            if link.fault is not None:
+                self._poller.unregister(link.socket)
+                self.send([LinkBroken(rank=rank, message=link.fault)])
+                link.fault = None
+        return commands
+
+    def _opened(self, command: Command) -> Any:
+        """*command*, or what the worker is told instead once a link was opened or closed for it."""
+        if not isinstance(command, LinkRank | UnlinkRank):
+            return command
+        before = self._links.pop(command.rank, None)
+        if before is not None:
+            if before.socket in self._poller:
+                self._poller.unregister(before.socket)
+            before.close()
+        if isinstance(command, UnlinkRank):
+            return command
+        link = RankLink.to(self._context, command.address, Path(command.folder))
+        self._add_link(command.rank, link)
+        return Linked(command.rank, link, command.facts)
+
+    def await_rank_0(self, folder: str) -> Any:
+        """Open this rank's end of its link. Returns what sends to rank 0."""
+        link = RankLink.at(self._context, Path(folder))
+        self._add_link(0, link)
+        return link.send
+
+    def _add_link(self, rank: int, link: RankLink) -> None:
+        self._links[rank] = link
+        self._poller.register(link.socket, zmq.POLLIN)
 
     def send(self, reports: list[Report]) -> None:
         try:

@@ -44,7 +44,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
     :param path: import path. :param folder: the :class:`~mstar.cluster.shm.Arena`. :param beats: file descriptor of the
         heartbeat pipe. :param beat_s: seconds between heartbeats. :param log_level: of the parent's root logger.
-        :param log_form: of its lines.
+        :param log_form: of its lines. :param link: folder of the link to rank 0, for other ranks.
     """
 
     path: list[str]
@@ -57,6 +57,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     beat_s: float
     log_level: int
     log_form: LogFormat = "text"
+    link: str | None = None
 
 
 def _encode_deployment(value: Any) -> Any:
@@ -90,8 +91,10 @@ def launch(
     registry_factory: str,
     beat_s: float,
     deliver: Callable[[Sequence[Report]], None],
+    link: str | None = None,
 ) -> Child:
-    """Start a worker process. *deliver* is called on the running event loop with what it reports."""
+    """Start a worker process. *deliver* is called on the running event loop with what it reports. *link*: see
+    :class:`Start`."""
     arena = Arena.create()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = open_socket(context)
@@ -113,9 +116,10 @@ def launch(
             beat_s=beat_s,
             log_level=logging.getLogger().getEffectiveLevel(),
             log_form=log_format(),
+            link=link,
         )
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, "mstar-worker", config.key],
+            [sys.executable, "-c", _BOOT, "mstar-worker", config.key, *([f"rank-{config.rank}"] if link else [])],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
             env=_environment(config),

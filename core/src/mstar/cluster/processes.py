@@ -27,10 +27,10 @@ from mstar.cluster.transport import Command, Report, WorkerFailed
 from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Done, Event
 
-__all__ = ["ProcessesExecutor"]
+__all__ = ["LONGEST_DELAY_S", "STABLE_S", "ProcessesExecutor"]
 
-_STABLE_S = 60.0  # a worker that ran for so long did not die of its start
-_LONGEST_DELAY_S = 30.0
+STABLE_S = 60.0  # a worker that ran for so long did not die of its start
+LONGEST_DELAY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -149,12 +149,12 @@ class ProcessesExecutor(SingleWorkerExecutor):
             self._child = None
             self._lose_worker(Phase(name="failed", detail=cause), cause, "worker_died")
             await child.stop(0.0)
-            self._failures = 1 if time.monotonic() - began > _STABLE_S else self._failures + 1
+            self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
             await self._restart()
 
     async def _restart(self) -> None:
         while True:
-            await asyncio.sleep(min(self.restart_delay_s * 2 ** min(self._failures - 1, 16), _LONGEST_DELAY_S))
+            await asyncio.sleep(min(self.restart_delay_s * 2 ** min(self._failures - 1, 16), LONGEST_DELAY_S))
             try:
                 return await self._launch()
             except SetupError as error:

@@ -29,13 +29,14 @@ _YOUNG_S = 60.0  # a folder this new may not be locked yet
 class Arena:
     """A private folder (mode 0700) that two processes exchange large buffers through.
 
-    :meth:`create` makes one (and removes those of dead owners); the peer opens it by path with the constructor.
+    :meth:`create` makes one (and removes those of dead owners); the peer opens it by path with the constructor. Where
+    both peers do so, each has a name of its own for its *end*.
     """
 
-    def __init__(self, path: Path, lock: int | None = None):
+    def __init__(self, path: Path, lock: int | None = None, end: str = "p"):
         self.path = path
         self._lock = lock
-        self._prefix = "o" if lock is not None else "p"  # the two ends never pick the same name
+        self._prefix = "o" if lock is not None else end  # no two ends pick the same name
         self._numbers = itertools.count()
 
     @classmethod

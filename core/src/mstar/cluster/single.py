@@ -9,7 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mstar.cluster.base import Executor, Phase, WorkerConfig
-from mstar.cluster.transport import Ack, AskStatus, Command, PhaseReport, Report, StatusReport, WorkerFailed
+from mstar.cluster.transport import (
+    Ack,
+    AskStatus,
+    Command,
+    LinkBroken,
+    PhaseReport,
+    RankFacts,
+    Report,
+    StatusReport,
+    WorkerFailed,
+)
 from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 
@@ -110,6 +120,8 @@ class SingleWorkerExecutor(Executor):
             if isinstance(report, _CONTROL):
                 self._take_control(report)
                 continue
+            if isinstance(report, RankFacts | LinkBroken):
+                continue  # of a layout with several ranks, whose executor has taken them
             if report.id not in self._running:
                 continue  # it has been failed here (see _end): its end has been told
             if isinstance(report, _ENDS):

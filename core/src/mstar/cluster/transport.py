@@ -26,10 +26,14 @@ __all__ = [
     "AskStatus",
     "Codec",
     "Command",
+    "LinkBroken",
+    "LinkRank",
     "PhaseReport",
+    "RankFacts",
     "Report",
     "StatusReport",
     "Stop",
+    "UnlinkRank",
     "WorkerFailed",
 ]
 
@@ -59,6 +63,35 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
     """End the worker."""
 
 
+class LinkRank(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """To rank 0: another rank is ready. *address* and *folder*: of the link to it. *facts*: what it said of itself."""
+
+    rank: int
+    address: str
+    folder: str
+    facts: dict[str, Any]
+
+
+class UnlinkRank(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """To rank 0: another rank has died."""
+
+    rank: int
+    reason: str
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """From a rank other than 0: what rank 0 must know of it (:meth:`mstar.worker.follower.Follower.facts`)."""
+
+    facts: dict[str, Any]
+
+
+class LinkBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """From rank 0: what another rank sent cannot be read. It is to be ended, if it lives."""
+
+    rank: int
+    message: str
+
+
 class PhaseReport(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """The worker has entered *phase*, or gone on within it."""
 
@@ -80,10 +113,10 @@ class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_fiel
     setup: bool = False
 
 
-Command = EngineRequest | Push | Cancel | Ack | AskStatus | Stop
+Command = EngineRequest | Push | Cancel | Ack | AskStatus | Stop | LinkRank | UnlinkRank
 """From the executor to the worker."""
 
-Report = Emit | Done | Failed | PhaseReport | StatusReport | WorkerFailed
+Report = Emit | Done | Failed | PhaseReport | StatusReport | WorkerFailed | RankFacts | LinkBroken
 """From the worker to the executor."""
 
 M = TypeVar("M")

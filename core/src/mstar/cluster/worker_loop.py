@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mstar.cluster.transport import Ack, AskStatus, Command, Report, StatusReport, Stop
+from mstar.cluster.transport import Ack, AskStatus, Report, StatusReport, Stop, UnlinkRank
 from mstar.spec.request import Cancel, EngineRequest, Event, Push
 
-__all__ = ["Channel", "Pulse", "Steppable", "run_worker"]
+__all__ = ["Channel", "Linked", "Pulse", "Steppable", "run_worker"]
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Another rank is ready, and *peer* is the way to it (:class:`mstar.worker.ranks.Peer`)."""
+
+    rank: int
+    peer: Any
+    facts: dict[str, Any]
 
 
 class Steppable(Protocol):
@@ -29,9 +39,9 @@ class Steppable(Protocol):
 class Channel(Protocol):
     """The worker's end of a connection to its executor."""
 
-    def receive(self, timeout: float | None) -> Sequence[Command]:
-        """All commands that have come, in order. Waits up to *timeout* seconds (0: not at all; ``None``: for ever) for
-        the first."""
+    def receive(self, timeout: float | None) -> Sequence[Any]:
+        """All commands that have come, in order, and what other ranks have sent. Waits up to *timeout* seconds (0: not
+        at all; ``None``: for ever) for the first."""
 
     def send(self, reports: list[Report]) -> None:
         """Send *reports* in order, as one message."""
@@ -72,7 +82,8 @@ def _sleep(deadline: float | None) -> float | None:
     return None if deadline is None else min(max(deadline - time.monotonic(), 0.001), 3600.0)
 
 
-def _apply(worker: Steppable, command: Command, reports: list[Report]) -> None:
+def _apply(worker: Any, command: Any, reports: list[Report]) -> None:
+    """What *command* asks of *worker*, a :class:`Steppable`; of a layout's ranks, also what they send each other."""
     match command:
         case Ack():
             worker.ack(command.request, command.stream, command.items)
@@ -84,3 +95,9 @@ def _apply(worker: Steppable, command: Command, reports: list[Report]) -> None:
             worker.push(command)
         case AskStatus():
             reports.append(StatusReport(number=command.number, status=worker.status()))
+        case Linked():
+            worker.link(command.rank, command.peer, command.facts)
+        case UnlinkRank():
+            worker.unlink(command.rank, command.reason)
+        case _:
+            worker.take(command)

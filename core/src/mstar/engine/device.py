@@ -24,6 +24,10 @@ _KEEPS_WORKING = re.compile(
 )
 """A call that was refused: the device did nothing, so that other requests are served as before."""
 
+_EXCHANGE = re.compile(r"\bgloo\b|\bNCCL\b|ncclInvalidUsage|ncclRemoteError", re.IGNORECASE)
+"""What an exchange among the processes of a mesh says when one of them is gone or does something else. Nothing can be
+exchanged after that."""
+
 
 class DeviceLost(RuntimeError):
     """The device of this worker does not work any more; the cause is what it said."""
@@ -45,7 +49,8 @@ def raise_if_lost(error: BaseException) -> None:
     for link in _chain(error):
         if _says_lost(link):
             said = next(iter(str(link).splitlines()), type(link).__name__)
-            raise DeviceLost(f"the device is lost ({said}); every request on it has failed") from error
+            what = "its mesh" if _EXCHANGE.search(said) else "the device"
+            raise DeviceLost(f"{what} is lost ({said}); every request on it has failed") from error
 
 
 def _says_lost(error: BaseException) -> bool:
@@ -54,6 +59,8 @@ def _says_lost(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     text = str(error)
+    if _EXCHANGE.search(text):
+        return True
     if not (isinstance(error, torch.AcceleratorError) or _DEVICE.search(text)):
         return False
     return _KEEPS_WORKING.search(text.partition("\n")[0]) is None

@@ -44,6 +44,7 @@ class Flight:
     :param failure: what its launch raised; it then has one call and nothing else.
     :param learners: those of *used* that want to know ids which were not known at the launch.
     :param number: of the step, from 1; 0 for one that failed.
+    :param step: what other ranks know the step by, if they run it too; *first* of its calls is the flight's first.
     """
 
     work: Sequence[Work]
@@ -54,6 +55,8 @@ class Flight:
     failure: Exception | None = None
     learners: Sequence[Resource] = ()
     number: int = 0
+    step: int = 0
+    first: int = 0
 
 
 class Engine:
@@ -212,7 +215,7 @@ class Engine:
         """
         self.runner.prepare(self.nodes)
         for node in plan.graph.nodes:
-            if node.graph_rows:
+            if node.graph_rows and node.name in self.nodes:
                 self.runner.fill_to(node.name, node.graph_rows)
             if node.graph_items is not None:
                 self.runner.items_to(node.name, node.graph_items)
@@ -220,6 +223,7 @@ class Engine:
         todo = [
             (node.name, entry, size, variants)
             for node, general in _looped(plan)
+            if node.name in self.nodes
             for entry in _sized(general)
             for size in _sizes_of(node, sizes, rows)
             if node.max_rows is None or size[0] <= node.max_rows or size == sizes[-1]
@@ -287,16 +291,17 @@ class Engine:
             self._on_step(call.node, entry.name, len(flight.work), tokens, seconds)
         return results
 
-    def learn(self, flight: Flight, index: int) -> None:
+    def learn(self, flight: Flight, index: int) -> Sequence[int] | None:
         """Tell the resources the ids of the tokens that the *index*-th call of *flight* read, if the host knows them
-        now and did not at the launch."""
+        now and did not at the launch. Returns what they were told."""
         w = flight.work[index]
         if w.known or not flight.learners:
-            return
+            return None
         ids = _ids(w)
         if ids is not None:
             for resource in flight.learners:
                 resource.learn(self._owner(w, resource.name), ids)
+        return ids
 
     def retract(self, flight: Flight, index: int) -> None:
         """Undo what the *index*-th call of *flight* committed: it should not have run."""

@@ -27,7 +27,8 @@ class CallRun:
 
     :param inputs: port → value or scalar. :param length: items along the primary packed input. :param done: items that
         earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
-    :ivar item: the scheduler's, once it has been told. :ivar flight: the step that runs it, as its row :attr:`index`.
+    :ivar item: a weak reference to the scheduler's, once it has been told. :ivar flight: the step that runs it, as its
+        row :attr:`index`.
     :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from. :ivar pulled: the
         chunks among its inputs, by stream.
     """

@@ -332,6 +332,14 @@ class RequestRun:
             self.drafted += self.generated.get(sampler, 0) - count
             self.generated[sampler] = count
 
+    def let_go(self) -> None:
+        """The request has ended: hold none of its values any more, without waiting for the garbage collector."""
+        self.values, self.judged = {}, {}
+        for stream in self.inner.values():
+            stream.close()
+        for partition in self.partitions:
+            partition.ahead = None
+
     # --- loops --------------------------------------------------------------------------------------------------------
     def _stopped(self, partition: Partition, op: LoopOp, iteration: int) -> str | None:
         for stop in op.stops:

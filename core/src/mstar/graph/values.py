@@ -25,9 +25,11 @@ class Ref:
     one.
 
     :param host: as Python scalars or lists, when the host knows it. :param late: *base* on its way to the host.
+    :ivar away: other ranks that hold *base*, as the worker keeps it (:mod:`mstar.worker.handles`). Where only they do,
+        *base* is on the meta device: it has a shape and no contents.
     """
 
-    __slots__ = ("base", "host", "late", "row", "start", "stop")
+    __slots__ = ("away", "base", "host", "late", "row", "start", "stop")
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Ref:
         late: Late | None = None,
     ):
         self.base, self.start, self.stop, self.row, self.host, self.late = base, start, stop, row, host, late
+        self.away: Any = None
 
     @classmethod
     def whole(cls, tensor: Tensor, host: Any = None) -> Ref:
@@ -50,10 +53,14 @@ class Ref:
         return 1 if self.row else self.stop - self.start
 
     def tensor(self) -> Tensor:
+        if self.away is not None and self.base.is_meta:
+            self.base = self.away.fetch()
         return self._of(self.base)
 
     def on_host(self) -> Tensor:
         """On the CPU; waits for the device."""
+        if self.away is not None and self.base.is_meta:
+            self.base = self.away.fetch()
         return self._of(self.base.cpu() if self.late is None else self.late.tensor())
 
     def _of(self, base: Tensor) -> Tensor:
@@ -72,7 +79,9 @@ class Ref:
         if start == 0 and stop == self.length:
             return self
         host = None if self.host is None else self.host[start:stop]
-        return Ref(self.base, self.start + start, self.start + stop, host=host, late=self.late)
+        part = Ref(self.base, self.start + start, self.start + stop, host=host, late=self.late)
+        part.away = self.away
+        return part
 
     def to_host(self) -> Any:
         """As Python scalars or lists; waits for the device."""

@@ -20,7 +20,6 @@ import torch
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.model import Model
 from mstar.registry import load_object
-from mstar.resources.attention import AttentionBackend, AttentionNeed, KVBatch, KVMemory, KVPlan, RaggedPlan
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.runtime.deployment_files import (
@@ -61,6 +60,7 @@ from mstar.weights.sources import (
 )
 from mstar.worker import build
 from mstar.worker.memory import free_memory
+from mstar.worker.shadow import META, on_meta
 
 if TYPE_CHECKING:
     from mstar.registry import Registry
@@ -69,8 +69,6 @@ if TYPE_CHECKING:
 __all__ = ["Checked", "Fault", "NodeSize", "PoolSize", "check_model", "find_target"]
 
 log = logging.getLogger(__name__)
-
-_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -379,7 +377,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
-        faults += build.placement_faults(deployment, [node.name for node in graph.nodes])
+        faults += build.layout_faults(deployment, model, graph, declared)
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         _check_nodes(checked, model, graph, dtype)
         if not found:
@@ -407,7 +405,7 @@ def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtyp
             if model.weights(spec.name) is None:
                 node = model.build(spec.name)
             else:
-                with _META:
+                with META:
                     node = model.build(spec.name)
             tensors = [*node.parameters(), *node.buffers()]
             count = sum(parameter.numel() for parameter in node.parameters())
@@ -435,9 +433,7 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     )
 
     def make(name: str, context: ResourceContext) -> Resource:
-        backends = [_Elsewhere(backend, device) for backend in context.attention_backends]
-        context = replace(context, device=_META, attention_backends=backends, stage=Stage(_META))
-        return build.make_resource(name, declared[name], context, registry)
+        return build.make_resource(name, declared[name], on_meta(context, device), registry)
 
     for name in memory.order:
         key = f"resources.{name}"
@@ -451,20 +447,3 @@ def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:
     longest = getattr(pool.spec, "max_tokens", None)
     full = None if longest is None else pool.capacity() // (pool.units(longest) * per_request)
     return PoolSize(pool.name, pool.spec.kind, pool.capacity(), pool.device_bytes(), owners, full)
-
-
-class _Elsewhere(AttentionBackend):
-    """A backend that is asked for the device which the deployment means, while the pools stand on the meta device."""
-
-    def __init__(self, inner: AttentionBackend, device: torch.device):
-        self._inner, self._device = inner, device
-        self.name, self.priority = inner.name, inner.priority
-
-    def supports(self, need: AttentionNeed) -> str | None:
-        return self._inner.supports(replace(need, device=self._device))
-
-    def plan_kv(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:
-        return self._inner.plan_kv(memory, batch, stage, key)
-
-    def plan_ragged(self, lengths: Any, stage: Stage, key: str) -> RaggedPlan:
-        return self._inner.plan_ragged(lengths, stage, key)

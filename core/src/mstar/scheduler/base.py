@@ -30,7 +30,7 @@ class Ticket:
     payload: Any = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Item:
     """A call that is ready to run for one request.
 
@@ -96,8 +96,11 @@ class Scheduler(abc.ABC):
         """*item*, which is ready, is not to run after all."""
 
     @abc.abstractmethod
-    def next(self, now: float) -> Batch | None:
-        """The next step's batch, removed from the ready items; ``None`` when nothing is ready."""
+    def next(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None = None) -> Batch | None:
+        """The next step's batch, removed from the ready items; ``None`` when nothing is ready.
+
+        :param may_run: whether a group's step can begin now; others keep their place. Given where several ranks run
+            steps: some of them may be busy. ``None``: every group can."""
 
     @property
     @abc.abstractmethod

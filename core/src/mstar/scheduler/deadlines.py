@@ -42,9 +42,12 @@ class Deadlines(Generic[T]):
         heapq.heappush(self._heap, (item.deadline, self._count, item))
 
     def discard(self, item: T) -> None:
-        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live) + 32:
+        if self._live.pop(item, None) is None:
+            return
+        if len(self._heap) > 2 * len(self._live) + 32:
             self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)
+        self.first()  # what is over is not kept alive by its place at the head
 
     def first(self) -> T | None:
         """The one with the earliest deadline, left in place."""

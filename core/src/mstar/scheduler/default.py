@@ -119,14 +119,16 @@ class DefaultScheduler(Scheduler):
         if not held:
             del self._items[item.request]
 
-    def next(self, now: float) -> Batch | None:
+    def next(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None = None) -> Batch | None:
         self._watch_clock(now)
         while self._turns:
             # Two steps, another group's and its own, and one more for every other group that may be due as well.
             urgent = now + self._step_seconds * (len(self._turns) + 1)
             group = self._urgent_group(urgent)
-            if group is None:
-                group = next(iter(self._turns))
+            if group is None or (may_run is not None and not may_run(group.key)):
+                group = self._first_in_turn(may_run)
+                if group is None:
+                    return None
             batch, cut = group.fill(self.options.max_step_rows, self._step_tokens, urgent)
             for item in cut:
                 self._cut.setdefault(item.request, []).append(item)
@@ -138,6 +140,12 @@ class DefaultScheduler(Scheduler):
                 self._step_began = now
                 return batch
         return None
+
+    def _first_in_turn(self, may_run: Callable[[tuple[Any, ...]], bool] | None) -> Group | None:
+        """Whose turn it is among the groups that can run."""
+        if may_run is None:
+            return next(iter(self._turns))
+        return next((group for group in self._turns if may_run(group.key)), None)
 
     def _urgent_group(self, urgent: float) -> Group | None:
         item = self._deadlines.first()

@@ -10,6 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mstar.spec.errors import DeploymentError, nearest
+from mstar.spec.placement import NodePlacement, Placed
 
 __all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
 
@@ -106,7 +107,14 @@ class Deployment(_Section):
     weights: str | None = Field(
         None, description="Folder in the published layout, relative to the file's own, or HUB_ID[@REVISION]."
     )
-    placement: dict[str, list[int]] = Field(default_factory=dict, description="Node → the ranks that it runs on.")
+    placement: dict[str, Placed] = Field(
+        default_factory=dict,
+        description="Node → where it runs: a rank, several (replicas), or `{ranks: [0, 1], tp: 2}`; default: rank 0. A "
+        "rank is a process with a device of its own; see [layouts](layouts/README.md).",
+    )
+    replicas: int = Field(
+        1, ge=1, le=64, description="Copies of the whole layout, each on ranks of its own; requests go to the idlest."
+    )
     resources: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Resource → fields of its declaration to change (a pool's size, say)."
     )
@@ -194,6 +202,10 @@ def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tup
         return path, "unknown key; did you mean 'model_kwargs'? A model's options stand there"
     if path in knobs:
         return path, "unknown key: this is a parameter of requests; options of the model stand under 'model_kwargs:'"
-    sections: dict[str, type[_Section]] = {"engine": EngineOptions, "scheduler": SchedulerOptions}
+    sections: dict[str, type[BaseModel]] = {
+        "engine": EngineOptions,
+        "scheduler": SchedulerOptions,
+        "placement": NodePlacement,
+    }
     section = sections.get(str(error["loc"][0]), Deployment)
     return path, f"unknown key{nearest(str(error['loc'][-1]), section.model_fields)}"

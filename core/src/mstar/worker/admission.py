@@ -10,6 +10,7 @@ from mstar.nn.model import Demand, Model
 from mstar.resources.base import Owner, Resource
 from mstar.spec.errors import MstarError, RequestError
 from mstar.spec.request import EngineRequest
+from mstar.worker.ranks import Ranks
 from mstar.worker.sessions import Session, Sessions
 
 __all__ = ["Admission", "Holding"]
@@ -17,18 +18,30 @@ __all__ = ["Admission", "Holding"]
 
 @dataclass(slots=True)
 class Holding:
-    """What one request holds: (resource, owner) pairs to close at its end; *session*'s are the session's to close."""
+    """What one request holds: (resource, owner) pairs to close at its end; *session*'s are the session's to close.
+    *told*: other ranks hold it, too."""
 
     needs: list[tuple[str, str, int]]  # resource, context, units
     session: Session | None = None
     owners: list[tuple[str, Owner]] = field(default_factory=list)
+    told: bool = False
 
 
 class Admission:
-    """Reserves resources for requests. A started request holds its worst case: it never waits for another's memory."""
+    """Reserves resources for requests. A started request holds its worst case: it never waits for another's memory.
 
-    def __init__(self, model: Model, plan: Plan, resources: Mapping[str, Resource], sessions: Sessions):
-        self.model, self.plan, self.resources, self.sessions = model, plan, resources, sessions
+    :param ranks: the other ranks, which hold what this one's books say.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        resources: Mapping[str, Resource],
+        sessions: Sessions,
+        ranks: Ranks | None = None,
+    ):
+        self.model, self.plan, self.resources, self.sessions, self.ranks = model, plan, resources, sessions, ranks
         self._kept = frozenset(plan.graph.sessions)
 
     def needs(self, request: EngineRequest) -> list[tuple[str, str, int]]:
@@ -72,8 +85,12 @@ class Admission:
 
     def reserve(self, request: EngineRequest, holding: Holding) -> bool:
         """Reserve and open everything, or nothing. Idle sessions give way to requests."""
+        if self.ranks is not None:
+            self.ranks.seats.assign(request, None if holding.session is None else holding.session.key)
         while not self._try(request, holding):
             if not self.sessions.evict_one():
+                if self.ranks is not None:
+                    self.ranks.seats.forget(request.id)  # another seat may have room by then
                 return False
         opened: list[tuple[str, Owner]] = []
         try:
@@ -85,6 +102,10 @@ class Admission:
             raise
         if holding.session is not None:
             holding.session.owners.update(pair for pair in opened if pair[0] in self._kept)
+        if self.ranks is not None:
+            units = (units for _, _, units in holding.needs)
+            self.ranks.opened(request, ((*pair, count) for pair, count in zip(opened, units, strict=True)))
+            holding.told = True
         return True
 
     def _try(self, request: EngineRequest, holding: Holding) -> bool:
@@ -105,7 +126,9 @@ class Admission:
     def release(self, holding: Holding) -> None:
         """Close what the request holds for itself; its session keeps what is the session's."""
         kept = holding.session.owners if holding.session is not None else set()
-        for name, owner in holding.owners:
-            if (name, owner) not in kept:
-                self.resources[name].close(owner)
-        holding.owners = []
+        closed = [pair for pair in holding.owners if pair not in kept]
+        for name, owner in closed:
+            self.resources[name].close(owner)
+        if holding.told and self.ranks is not None:
+            self.ranks.closed(closed)
+        holding.owners, holding.told = [], False

@@ -19,7 +19,7 @@ from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
-from mstar.nn.mesh import SINGLE, building
+from mstar.nn.mesh import SINGLE, Mesh, building
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -27,13 +27,15 @@ from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import Deployment, EngineOptions
-from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, nearest
-from mstar.spec.graph import NodeSpec
+from mstar.spec.errors import DeploymentError, MstarError, SetupError, WeightsError, counted, nearest
+from mstar.spec.graph import Graph, NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
+from mstar.spec.placement import Layout, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.deterministic import option_faults
+from mstar.worker.groups import join_meshes
 from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
 from mstar.worker.memory import MemoryPlan, free_memory
 
@@ -43,13 +45,14 @@ __all__ = [
     "build",
     "compiles",
     "declared_resources",
+    "layout_faults",
     "make_model",
     "make_resource",
     "memory_plan",
     "node_faults",
     "pick_device",
     "pick_dtype",
-    "placement_faults",
+    "rank_device",
     "reserved_bytes",
     "runner_name",
     "vocabulary_of",
@@ -70,6 +73,7 @@ class Built:
     plan: Plan
     resources: dict[str, Resource]
     nodes: dict[str, Node]
+    layout: Layout
     stage: Stage
     device: torch.device
     dtype: torch.dtype
@@ -78,14 +82,15 @@ class Built:
 def build(
     config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes | None = None
 ) -> Built:
-    """Everything that a worker of *config* needs. Raises :class:`SetupError` with what to change, also when the
-    family's own code raises.
+    """Everything that a worker of *config* needs: of a layout with several ranks, the nodes of its own rank and the
+    pools that these use. Raises :class:`SetupError` with what to change, also when the family's own code raises.
 
-    :param meshes: of the nodes that this rank computes together with others, of which it gets its share.
+    :param meshes: of the nodes that this rank computes together with others, of which it gets its share. ``None``:
+        those of the deployment's layout, whose other ranks are waited for.
     """
     spec = registry.model(config.key)
     try:
-        return _build(config, spec, registry, on_phase, meshes or {})
+        return _build(config, spec, registry, on_phase, meshes)
     except MstarError:
         raise
     except Exception as error:
@@ -97,29 +102,38 @@ def build(
 
 
 def _build(
-    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes
+    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes | None
 ) -> Built:
     deployment = config.deployment
-    device = pick_device(deployment.device)
+    device = rank_device(config)
     dtype = pick_dtype(deployment.dtype, device)
-    if device.type == "cpu" and deployment.engine.threads is not None:
-        torch.set_num_threads(deployment.engine.threads)
+    if device.type == "cpu" and (threads := _threads(deployment)) is not None:
+        torch.set_num_threads(threads)
     weights = None if config.weights is None else Path(config.weights)
     model = make_model(spec, weights, deployment, device, dtype)
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    if faults := [*faults, *placement_faults(deployment, [n.name for n in graph.nodes])]:
+    if faults := [*faults, *layout_faults(deployment, model, graph, declared)]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
+    layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
+    mine = layout.nodes_of(config.rank)
+    if meshes is None:
+        meshes = join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
+    users = users_of(graph)
+    declared = {
+        name: found
+        for name, found in divided_resources(declared, graph, meshes).items()
+        if not users.get(name) or set(users[name]) & set(mine)
+    }
     deterministic = deployment.engine.deterministic
     faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
     if deployment.engine.compile is True:
         faults += compile_faults(device, deterministic)
     if faults:
         raise DeploymentError(faults, config.places)
-    declared = divided_resources(declared, graph, meshes)
-    nodes, weights_bytes = _load_nodes(model, plan, weights, device, dtype, on_phase, deployment.engine, meshes)
+    nodes, weights_bytes = _load_nodes(model, plan, mine, weights, device, dtype, on_phase, deployment.engine, meshes)
     compiling = "loading CPU kernels, which the first start compiles" if device.type == "cpu" else ""
     on_phase(Phase(name="warmup", detail=compiling))
     stage = Stage(device)
@@ -130,7 +144,7 @@ def _build(
         registry,
         stage,
         dtype,
-        free=agreed_memory(free_memory, device, meshes),
+        free=agreed_memory(free_memory, device, meshes, _processes(deployment, meshes)),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
         vocabulary=partial(vocabulary_of, model, weights),
@@ -141,7 +155,7 @@ def _build(
     }
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
-    return Built(model, plan, resources, nodes, stage, device, dtype)
+    return Built(model, plan, resources, nodes, layout, stage, device, dtype)
 
 
 def compiles(engine: EngineOptions, device: torch.device) -> bool:
@@ -179,6 +193,29 @@ def pick_device(name: str | None) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise SetupError(f"--device {name}: this PyTorch ({torch.__version__}) sees no CUDA device; use --device cpu")
     return torch.device(name)
+
+
+def rank_device(config: WorkerConfig) -> torch.device:
+    """The device of *config*'s rank: on CUDA, each rank of each copy of the layout has one of its own."""
+    deployment = config.deployment
+    device = pick_device(deployment.device)
+    if device.type != "cuda" or ranks_on_device(deployment) == 1:
+        return device
+    number = config.replica * ranks_of(deployment.placement) + config.rank
+    there = torch.cuda.device_count()
+    if number >= there:
+        raise SetupError(
+            f"rank {config.rank} of copy {config.replica} needs cuda:{number}, and this machine has "
+            f"{counted(there, 'GPU')}; the layout has {ranks_of(deployment.placement)} ranks × "
+            f"{deployment.replicas} replicas"
+        )
+    return torch.device("cuda", number)
+
+
+def _threads(deployment: Deployment) -> int | None:
+    """CPU threads of one worker: as the deployment says, else all cores, which the ranks share."""
+    ranks, threads = ranks_on_device(deployment), deployment.engine.threads
+    return threads if threads is not None or ranks == 1 else max(1, torch.get_num_threads() // ranks)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -237,12 +274,53 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
     return declared, faults
 
 
-def placement_faults(deployment: Deployment, nodes: list[str]) -> Iterator[tuple[str, str]]:
-    for node, ranks in deployment.placement.items():
-        if node not in nodes:
-            yield f"placement.{node}", f"unknown node{nearest(node, nodes)}"
-        elif any(rank != 0 for rank in ranks):
-            yield f"placement.{node}", f"ranks {ranks}, but this worker has only rank 0"
+def layout_faults(
+    deployment: Deployment, model: Model, graph: Graph, declared: Mapping[str, ResourceSpec]
+) -> Iterator[tuple[str, str]]:
+    """What cannot be of *deployment*'s placement for a *model* with *graph* and the resources that are *declared*."""
+    yield from placement_faults(deployment.placement, graph)
+    yield from _division_faults(deployment, model, graph, declared)
+    ranks, name = ranks_on_device(deployment), deployment.executor
+    if ranks == 1:
+        return
+    if name == "inline":
+        yield "executor", f"{name!r} runs one process, and the layout has {ranks} ranks; use 'processes'"
+    if deployment.device is not None and ":" in deployment.device:
+        yield "device", f"{deployment.device!r} is one device for {ranks} ranks; use 'cuda': rank N takes cuda:N"
+    if deployment.engine.trace is not None:
+        yield "engine.trace", "a timeline shows one rank; leave it out where the layout has several"
+
+
+def _division_faults(
+    deployment: Deployment, model: Model, graph: Graph, declared: Mapping[str, ResourceSpec]
+) -> Iterator[tuple[str, str]]:
+    """Nodes that cannot be divided among the ranks of their meshes, and resources of theirs."""
+    places = {node.name: deployment.placement.get(node.name) for node in graph.nodes}
+    sketches = {
+        name: Mesh.sketch(place.tp, place.sp) for name, place in places.items() if place and place.tp * place.sp > 1
+    }
+    divided = True
+    for name, mesh in sketches.items():
+        with building(mesh):
+            node = _build_node(model, name, on_meta=model.weights(name) is not None)
+        for fault in mesh_faults(name, node, mesh):
+            divided = False
+            yield f"placement.{name}", fault
+    if divided:
+        try:
+            divided_resources(declared, graph, sketches)
+        except SetupError as error:
+            yield "placement", str(error)
+
+
+def ranks_on_device(deployment: Deployment) -> int:
+    """Processes of the whole deployment, which share the host's memory and cores."""
+    return ranks_of(deployment.placement) * deployment.replicas
+
+
+def _processes(deployment: Deployment, meshes: Meshes) -> int:
+    """The same, where *meshes* may have been formed without a placement."""
+    return max([ranks_on_device(deployment), *(mesh.size for mesh in meshes.values())])
 
 
 def memory_plan(
@@ -306,6 +384,7 @@ def make_resource(name: str, spec: ResourceSpec, context: ResourceContext, regis
 def _load_nodes(
     model: Model,
     plan: Plan,
+    mine: Sequence[str],
     weights: Path | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -313,13 +392,13 @@ def _load_nodes(
     engine: EngineOptions,
     meshes: Meshes,
 ) -> tuple[dict[str, Node], int]:
-    """The nodes, and the bytes of their weights as loaded."""
+    """The nodes that are *mine*, and the bytes of their weights as loaded."""
     maps, nodes = {}, {}
-    for spec in plan.graph.nodes:
-        with building(meshes.get(spec.name, SINGLE)):
-            maps[spec.name] = model.weights(spec.name)
-            nodes[spec.name] = _build_node(model, spec.name, on_meta=maps[spec.name] is not None)
-    for fault in chain.from_iterable(node_faults(spec, nodes[spec.name]) for spec in plan.graph.nodes):
+    for name in mine:
+        with building(meshes.get(name, SINGLE)):
+            maps[name] = model.weights(name)
+            nodes[name] = _build_node(model, name, on_meta=maps[name] is not None)
+    for fault in chain.from_iterable(node_faults(plan.graph.node(name), node) for name, node in nodes.items()):
         raise SetupError(fault)
     found_faults = [*chain.from_iterable(mesh_faults(name, nodes[name], mesh) for name, mesh in meshes.items())]
     if found_faults:

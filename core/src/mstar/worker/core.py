@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.engine.compile import compile_regions, opaque
 from mstar.engine.device import raise_if_lost
-from mstar.engine.engine import Engine, Flight
+from mstar.engine.engine import Flight
 from mstar.engine.step import RowResult, Work
 from mstar.graph.calls import CallRun
 from mstar.graph.run import RequestRun
@@ -30,13 +30,16 @@ from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
 from mstar.worker.admission import Admission, Holding
-from mstar.worker.build import build, compiles, runner_name
+from mstar.worker.build import build
+from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
+from mstar.worker.messages import FromRank
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
+from mstar.worker.ranks import Landing, Peer, RankLost, Ranks, coordinate
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
@@ -75,64 +78,34 @@ class Worker:
         self.observers = Observers(registry.plugins, *_OBSERVERS)
         self.plan, self.resources = built.plan, built.resources
         self._model, self._device, self._dtype = built.model, built.device, built.dtype
-        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close)
-        self.admission = Admission(built.model, built.plan, built.resources, self.sessions)
+        self.ranks = coordinate(built, config, registry)
+        if self.ranks is not None:
+            self.resources = self.ranks.books
+        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped)
+        self.admission = Admission(built.model, built.plan, self.resources, self.sessions, self.ranks)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
-        self._step_tokens = deployment.scheduler.step_tokens(built.device.type)
+        step_tokens = deployment.scheduler.step_tokens(built.device.type)
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler.model_copy(update={"max_step_tokens": self._step_tokens}),
+            deployment.scheduler.model_copy(update={"max_step_tokens": step_tokens}),
             group_limits=lambda group: limits.get(group[0]),
         )
-        compiling = compiles(deployment.engine, built.device)
-        runner = registry.runner(runner_name(deployment, built.device))(deployment.engine)
-        self.engine = Engine(
-            built.nodes,
-            built.resources,
-            runner,
-            self._owner,
-            built.stage,
-            built.device,
-            built.dtype,
-            self._step_done,
-            opaque if compiling else None,
-        )
+        self.engine = equip(built, config, registry, self._owner, self._step_done)
         self._totals, self._began = StepTotals(built.plan), time.time()
         self._steps_watched = self.observers.watched("mstar_step_done")
-        if compiling:
-            folder = None if config.cache is None else Path(config.cache, "compile")
-            how = deployment.engine
-            compile_regions(
-                built.nodes, deterministic=how.deterministic, eager_rounding=how.compile_rounding, folder=folder
-            )
-        self._prepare(on_phase)
+        warm_up(self.engine, built, config, on_phase)
         self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
         self.observers.add("timeline", self.trace)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
-        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of, self._share)
+        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of, self._share, self.ranks)
         self._live: dict[str, Live] = {}
-        self.sharing = PromptSharing(built.plan, built.resources, self._live, self._owner_of, self._start)
-        self.portions = Portions(built.resources, self._owner_of)
+        self.sharing = PromptSharing(built.plan, self.resources, self._live, self._owner_of, self._start, self.ranks)
+        self.portions = Portions(self.resources, self._owner_of)
         self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
         self._next_check = time.monotonic()
         self._checked = False
-
-    def _prepare(self, on_phase: Callable[[Phase], None]) -> None:
-        """Capture, compile and warm up, before the first request."""
-        deployment = self.config.deployment
-        contexts = max((len(names) for names in self.plan.contexts.values()), default=1)
-        rows = min(deployment.scheduler.max_step_rows, deployment.max_concurrent_requests * contexts)
-
-        def report(done: int, total: int) -> None:
-            on_phase(Phase(name="warmup", progress=done / total, detail=f"{done} of {total} steps captured"))
-
-        self.engine.prepare(self.plan, rows, self._step_tokens, report)
-        status = self.engine.runner.status()
-        if status.get("graphs"):
-            size = status["graph_bytes"] / 2**20
-            log.info("captured %d graphs in %.1f s, %.0f MiB", status["graphs"], status["graph_seconds"], size)
 
     # --- commands -----------------------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
@@ -202,16 +175,23 @@ class Worker:
         trace.begin()
         now = time.monotonic()
         self._expire(now)
+        if self.ranks is not None:
+            self.ranks.check_doubts(now)
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
+        sent = self.ranks is not None and self._send_steps(self.ranks, now)
         work = self.ahead.next_work(now)
         if not work and not self._flights:
+            if sent:
+                return True
             trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
             return False
         trace.stage("schedule")
         self._checked = False
+        if work and self.ranks is not None:
+            self.ranks.dispatch(work)  # a mesh runs it with this rank
         launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
         self._flights = launched if self._lookahead else []
@@ -226,6 +206,8 @@ class Worker:
     def events(self) -> list[Event]:
         """What happened since the last call, in order."""
         events, self._events[:] = self._events[:], []
+        if self.ranks is not None:
+            self.ranks.flush()
         return events
 
     def next_deadline(self) -> float | None:
@@ -234,6 +216,8 @@ class Worker:
         times = [first.deadline if first is not None else None, self.sessions.next_expiry()]
         if not self._checked:
             times.append(self._next_check)
+        if self.ranks is not None:
+            times.append(self.ranks.next_doubt())
         return min((t for t in times if t is not None), default=None)
 
     def status(self) -> dict[str, Any]:
@@ -245,6 +229,7 @@ class Worker:
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "checkpoints": {name: counts for name, r in self.resources.items() if (counts := r.checkpoint_counts())},
+            "ranks": [] if self.ranks is None else self.ranks.status(),
             "began": self._began,
             "entries": self._totals.report(),
             "prefix": {"tokens": self.sharing.looked_up, "hits": self.sharing.found},
@@ -327,7 +312,8 @@ class Worker:
             taken_back, run.taken_back = run.taken_back, []
             for name, context, tokens in taken_back:
                 owner = self.admission.owner(name, context, live.request.id, live.holding.session)
-                self.resources[name].retract(Row(owner, tokens))
+                if self.ranks is None or self.ranks.rewind(name, owner, tokens):
+                    self.resources[name].retract(Row(owner, tokens))
         while run.ready:
             now = time.monotonic()
             ready, run.ready = run.ready, []
@@ -346,9 +332,9 @@ class Worker:
         tokens = call.remaining
         if tokens > 1 and call.op.entry.prefix and (live := self._live_of(call)) is not None:
             tokens = self.sharing.cut(live, call)
-        call.item = Item(
+        item = Item(
             request.id,
-            call.group,
+            call.group if self.ranks is None else self.ranks.group(call),
             max(-(-tokens // call.op.entry.step_items), 1),
             call.op.entry.chunk is not None,
             call.decode,
@@ -357,7 +343,8 @@ class Worker:
             call,
             rest=call.remaining > tokens,
         )
-        self.scheduler.ready(call.item)
+        call.item = weakref.ref(item)  # the scheduler has it; a request's calls are not to wait for the collector
+        self.scheduler.ready(item)
 
     def _live_of(self, call: CallRun) -> Live | None:
         """The request of *call*, unless it has ended."""
@@ -380,6 +367,8 @@ class Worker:
 
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
+        if self.ranks is not None:
+            self.ranks.launched(flights)
         now = time.monotonic()
         for flight in flights:
             if flight.failure is None:
@@ -389,14 +378,18 @@ class Worker:
         return flights
 
     def _launched(self, flight: Flight, index: int, w: Work, now: float) -> None:
+        w.call.flight, w.call.index = flight, index
+        self._under_way(w, len(flight.work), now - (time.perf_counter() - flight.began), now)
+
+    def _under_way(self, w: Work, rows: int, began: float, now: float) -> None:
+        """*w* is in a step of *rows* rows that began at *began* (monotonic seconds), here or on another rank."""
         call = w.call
         live = self._live[call.run.request.id]
-        call.flight, call.index = flight, index
+        call.item = None
         call.done += w.tokens
         call.chunks += 1
         if live.profile is not None:
-            began = now - (time.perf_counter() - flight.began)
-            live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, len(flight.work), began)
+            live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, rows, began)
         if not w.complete:
             self._offer(call, now)
         elif live.fresh and call.op.entry.prefix:
@@ -404,6 +397,8 @@ class Worker:
 
     def _land(self, flight: Flight) -> list[RowResult | Exception]:
         results = self.engine.land(flight)
+        if self.ranks is not None and flight.step:
+            self.ranks.landed_here(flight, results)
         self.trace.landed(flight)
         return results
 
@@ -415,12 +410,79 @@ class Worker:
             if isinstance(result, Exception):
                 self._fail(live, result)
                 continue
-            self.engine.learn(flight, index)
+            ids = self.engine.learn(flight, index)
+            if ids is not None and self.ranks is not None:
+                for resource in flight.learners:
+                    self.ranks.learn(resource.name, self._owner_of(live, resource.name, w.call), ids)
             if live.profile is not None:
                 live.profile.landed(w.call.op.call.node, w.call.op.entry.name)
             if w.complete:
                 self._complete(live, w.call, result)
+        for w in flight.work:  # a step's outputs go with the last who needs them, not with the garbage collector
+            if w.call.flight is flight:
+                w.call.flight = None
         self.trace.routed(flight)
+
+    # --- other ranks --------------------------------------------------------------------------------------------------
+    def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
+        """Another rank of the layout is ready; *peer* is the way to it."""
+        assert self.ranks is not None
+        self.ranks.link(rank, peer, facts)
+
+    def unlink(self, rank: int, reason: str) -> None:
+        """Another rank has died: the requests that cannot go on without it end, and the sessions that it kept state
+        of."""
+        assert self.ranks is not None
+        error = RankLost(rank, reason)
+        for request in self.ranks.lost(rank):
+            live = self._live.get(request)
+            if live is not None:
+                self._end(live, failure(request, error), keep_session=False)
+        self.sessions.drop_where(partial(self.ranks.at, rank))
+
+    def take(self, message: FromRank) -> None:
+        """What another rank sent."""
+        assert self.ranks is not None
+        landing = self.ranks.take(message)
+        if isinstance(landing, Failed):
+            self._fail_as(landing)
+        elif landing is not None:
+            self._route_landing(landing)
+
+    def _send_steps(self, ranks: Ranks, now: float) -> bool:
+        """Give work to every other rank that has room: before this one does its own, which may take a while. Returns
+        whether there was any."""
+        for message in ranks.stashed():
+            self.take(message)
+        sent = False
+        while work := self.ahead.next_elsewhere(now):
+            ranks.dispatch(work)
+            for w in work:
+                self._under_way(w, len(work), now, now)
+            sent = True
+        return sent
+
+    def _route_landing(self, landing: Landing) -> None:
+        for w, result in zip(landing.work, landing.results, strict=True):
+            live = self._live_of(w.call)
+            if live is None:
+                continue
+            if isinstance(result, Failed):
+                self._fail_as(result)
+                continue
+            node, entry = w.call.op.call.node, w.call.op.entry.name
+            if live.profile is not None:
+                live.profile.landed(node, entry)
+            if w.complete:
+                self._complete(live, w.call, result)
+        call = landing.work[0].call.op
+        tokens = sum(w.tokens for w in landing.work)
+        self._step_done(call.call.node, call.entry.name, len(landing.work), tokens, landing.seconds)
+
+    def _fail_as(self, failed: Failed) -> None:
+        live = self._live.get(failed.id)
+        if live is not None:
+            self._end(live, failed, keep_session=failed.code != "internal_error")
 
     def _complete(self, live: Live, call: CallRun, result: RowResult) -> None:
         outputs, logprobs = result.outputs, result.logprobs
@@ -451,6 +513,9 @@ class Worker:
         if live.started is not None:
             self._running -= 1
         self._release(live, keep_session, time.monotonic())
+        live.run.let_go()
+        if self.ranks is not None:
+            self.ranks.ended(live.request.id)
         if live.profile is not None:
             event.profile = live.profile.done(live.started)
         self._events.append(event)
@@ -489,6 +554,12 @@ class Worker:
 
     def _close(self, resource: str, owner: Owner) -> None:
         self.resources[resource].close(owner)
+        if self.ranks is not None:
+            self.ranks.closed([(resource, owner)])
+
+    def _session_dropped(self, key: str) -> None:
+        if self.ranks is not None:
+            self.ranks.seats.forget(key)
 
     def _idle(self, now: float) -> None:
         if now >= self._next_check and not self._checked:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from mstar.graph.run import RequestRun
 from mstar.scheduler.base import Scheduler
 from mstar.spec.deployment import Deployment
 from mstar.worker.live import Live
+from mstar.worker.ranks import Ranks
 
 __all__ = ["LookAhead", "looks_ahead"]
 
@@ -37,6 +39,7 @@ class LookAhead:
     :param offer: tells the scheduler of a ready call. :param live_of: a call's request, ``None`` if it has ended.
     :param share: makes of a call and of the tokens that a step has for it its share of the step, or ``None`` if it gets
         none; told whether it would be the step's first.
+    :param ranks: the other ranks, some of which may be busy; those that run a step with this one retract it too.
     """
 
     def __init__(
@@ -46,7 +49,10 @@ class LookAhead:
         offer: Callable[[CallRun, float], None],
         live_of: Callable[[CallRun], Live | None],
         share: Callable[[CallRun, int, bool], Work | None],
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks
+        self._may_run = None if ranks is None else ranks.may_run_here
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
         self._share = share
         self._foreseeable: dict[CallOp, bool] = {}
@@ -60,7 +66,15 @@ class LookAhead:
             for call in cohort:
                 self._offer(call, now)
             cohort = []
-        while (batch := self._scheduler.next(now)) is not None:
+        return self._chosen(now, self._may_run) or [Work(call, 0, 1, True) for call in cohort]
+
+    def next_elsewhere(self, now: float) -> list[Work]:
+        """What a step on other ranks runs, of which one has room for it; empty if there is nothing."""
+        assert self._ranks is not None
+        return self._chosen(now, self._ranks.may_run_elsewhere)
+
+    def _chosen(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None) -> list[Work]:
+        while (batch := self._scheduler.next(now, may_run)) is not None:
             work: list[Work] = []
             for item, tokens in zip(batch.items, batch.tokens, strict=True):
                 share = self._share(item.payload, tokens, not work)
@@ -68,7 +82,7 @@ class LookAhead:
                     work.append(share)
             if work:
                 return work
-        return [Work(call, 0, 1, True) for call in cohort]
+        return []
 
     def foresee(self, flights: Sequence[Flight]) -> None:
         """Make ready what will follow the calls of *flights*, which still run."""
@@ -101,7 +115,8 @@ class LookAhead:
         may = self._foreseeable.get(op)
         if may is None:
             resources = self._engine.resources
-            may = self._foreseeable[op] = all(resources[name].speculates for name in op.entry.resources)
+            here = self._ranks is None or self._ranks.always_here(op.call.node)  # nothing is foreseen for others
+            may = self._foreseeable[op] = here and all(resources[name].speculates for name in op.entry.resources)
         return may
 
     def drop(self, call: CallRun) -> None:
@@ -110,9 +125,11 @@ class LookAhead:
         if call.flight is not None:
             if call.flight.failure is None:
                 self._engine.retract(call.flight, call.index)
+                if self._ranks is not None:
+                    self._ranks.retracted(call.flight, call.index)
                 self._engine.trace.retracted(call.flight, call.run.request.id)
-        elif call.item is not None:
-            self._scheduler.drop(call.item)
+        elif call.item is not None and (item := call.item()) is not None:
+            self._scheduler.drop(item)
         else:
             self._cohort.remove(call)
 

@@ -31,9 +31,16 @@ class Session:
 
 
 class Sessions:
-    """:param release: closes one (resource, owner) of an evicted session."""
+    """:param release: closes one (resource, owner) of an evicted session. :param dropped: then told of its key."""
 
-    def __init__(self, limit: int, ttl_s: float, release: Callable[[str, Owner], None]):
+    def __init__(
+        self,
+        limit: int,
+        ttl_s: float,
+        release: Callable[[str, Owner], None],
+        dropped: Callable[[str], None] = lambda key: None,
+    ):
+        self._dropped = dropped
         self.limit, self.ttl_s, self._release = limit, ttl_s, release
         self._sessions: dict[str, Session] = {}  # by key
         self._idle: OrderedDict[str, Session] = OrderedDict()  # those that nobody holds, used longest ago first
@@ -86,6 +93,12 @@ class Sessions:
         oldest = next(iter(self._idle.values()), None)
         return None if oldest is None else oldest.last_used + self.ttl_s
 
+    def drop_where(self, lost: Callable[[str, Owner], bool]) -> None:
+        """Drop the idle sessions that keep state of a resource and owner for which *lost* holds."""
+        for session in list(self._idle.values()):
+            if any(lost(resource, owner) for resource, owner in session.owners):
+                self._drop(session)
+
     def close(self) -> None:
         for session in list(self._sessions.values()):
             self._drop(session)
@@ -95,3 +108,4 @@ class Sessions:
         self._idle.pop(session.key, None)
         for resource, owner in session.owners:
             self._release(resource, owner)
+        self._dropped(session.key)

@@ -8,6 +8,7 @@ from mstar.graph.calls import CallRun
 from mstar.graph.program import Plan
 from mstar.resources.base import Owner, Resource
 from mstar.worker.live import Live
+from mstar.worker.ranks import Ranks
 
 __all__ = ["PromptSharing"]
 
@@ -17,7 +18,7 @@ class PromptSharing:
 
     :ivar looked_up: tokens of prompts that might have been known. :ivar found: those that were.
     :param live: requests by id. :param owner_of: whose state a call uses in a resource. :param start: begins a
-        request's routes.
+        request's routes. :param ranks: the other ranks: those that run a call with this one skip what it skips.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class PromptSharing:
         live: Mapping[str, Live],
         owner_of: Callable[[Live, str, CallRun], Owner],
         start: Callable[[Live], None],
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks
         self._resources, self._live, self._owner_of, self._start = resources, live, owner_of, start
         self.looked_up = self.found = 0
         self._possible = any(entry.prefix for node in plan.graph.nodes for entry in node.entries)
@@ -41,7 +44,10 @@ class PromptSharing:
         return True
 
     def reuse(self, live: Live, call: CallRun) -> None:
-        """Let the call skip the head of its tokens that all of its resources already hold."""
+        """Let the call skip the head of its tokens that all of its resources already hold. Not on another rank, whose
+        pools nobody here can ask."""
+        if self._ranks is not None and not self._ranks.here(call):
+            return
         ref = call.inputs[call.op.primary or ""]
         ids = ref.to_host() if not ref.row else [ref.to_host()]
         sibling = self._sibling(live)
@@ -65,11 +71,16 @@ class PromptSharing:
             return
         for resource, owner, parent in shares:
             resource.skip(owner, ids[:skipped], parent)
+            if self._ranks is not None:
+                self._ranks.skipped(resource.name, owner, ids[:skipped], parent)
         call.done = live.cached = skipped
 
     def cut(self, live: Live, call: CallRun) -> int:
-        """How many of the tokens that are left of the call the next step may take at most."""
+        """How many of the tokens that are left of the call the next step may take at most. All on another rank, where
+        nothing is skipped."""
         tokens = call.remaining
+        if self._ranks is not None and not self._ranks.here(call):
+            return tokens
         for name in call.op.entry.resources:
             resource = self._resources[name]
             if type(resource).cut is not Resource.cut:

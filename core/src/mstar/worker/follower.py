@@ -1,0 +1,315 @@
+"""A rank other than 0: it runs the steps that rank 0 decides, on nodes and pools of its own.
+
+It knows no walks, queues or clients. Its messages come in one order, and it does everything in that order: so pools of
+several ranks that get the same messages hold the same books.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.engine.device import raise_if_lost
+from mstar.engine.engine import Flight
+from mstar.engine.step import RowResult, Work
+from mstar.graph.calls import CallRun
+from mstar.graph.program import CallOp
+from mstar.graph.values import Ref
+from mstar.registry import Registry
+from mstar.resources.base import IntegrityError, Owner
+from mstar.resources.base import Row as ResourceRow
+from mstar.spec.request import EngineRequest, Event
+from mstar.worker.build import build
+from mstar.worker.equip import equip, warm_up
+from mstar.worker.handles import held, pack, ref_of
+from mstar.worker.live import failure
+from mstar.worker.messages import (
+    Agreed,
+    Close,
+    Contents,
+    Drop,
+    Fetch,
+    Fetched,
+    FromRank,
+    Landed,
+    Learn,
+    Made,
+    Open,
+    Part,
+    Refused,
+    Rewind,
+    Row,
+    Run,
+    Skip,
+    ToRank,
+)
+from mstar.worker.profile import device_memory
+from mstar.worker.routing import DOUBT_S, Routing
+
+__all__ = ["Follower"]
+
+log = logging.getLogger(__name__)
+
+_AHEAD = 2
+"""Steps that may run before the first is waited for: on a GPU the next is launched meanwhile."""
+
+
+class _Request:
+    """What a rank keeps of a request between its steps: what a call looks for in its run."""
+
+    def __init__(self, request: EngineRequest):
+        self.request = request
+        self.rows: dict[CallOp, Any] = {}
+        self.partly: dict[int, CallRun] = {}  # calls that are cut, by the number of their operation
+
+
+class _Partition:
+    """Stands where a call looks for its partition: streams are rank 0's."""
+
+    heard: Mapping[str, int] = {}
+
+
+class _RankCall(CallRun):
+    """A call as its rank sees it. *session*: the key of the state that sessions keep."""
+
+    __slots__ = ("session",)
+
+    def __init__(self, run: Any, op: CallOp, row: Row, inputs: dict[str, Any]):
+        partition: Any = _Partition
+        super().__init__(run, partition, op, inputs, row.length)
+        self.session = row.session
+
+
+class _Base:
+    """A value that is held for rank 0, and what the host knows of it."""
+
+    __slots__ = ("host", "tensor")
+
+    def __init__(self, tensor: Tensor, host: Any = None):
+        self.tensor, self.host = tensor, host
+
+
+class Follower:
+    """One rank's share of a model. Driven as a worker is (:class:`mstar.cluster.worker_loop.Steppable`).
+
+    :ivar answer: takes what goes to rank 0; set by whoever carries the messages.
+    """
+
+    def __init__(self, config: WorkerConfig, registry: Registry, on_phase: Callable[[Phase], None] = lambda _: None):
+        built = build(config, registry, on_phase)
+        self.config, self.rank = config, config.rank
+        self.plan, self.resources, self._device = built.plan, built.resources, built.device
+        self.routing = Routing(built.plan, built.layout)
+        self._kept = frozenset(built.plan.graph.sessions)
+        self.engine = equip(built, config, registry, self._owner)
+        warm_up(self.engine, built, config, on_phase)
+        self.answer: Callable[[list[FromRank]], None] = lambda answers: None
+        self._inbox: deque[ToRank] = deque()
+        self._requests: dict[str, _Request] = {}
+        self._bases: dict[int, _Base] = {}
+        self._flights: deque[tuple[Run, list[Flight], float]] = deque()
+        self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
+
+    def facts(self) -> dict[str, Any]:
+        """What rank 0 must know of this one."""
+        return {"capacities": {name: resource.capacity() for name, resource in self.resources.items()}}
+
+    # --- driven -------------------------------------------------------------------------------------------------------
+    def take(self, message: ToRank) -> None:
+        self._inbox.append(message)
+
+    def step(self) -> bool:
+        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do."""
+        if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
+            raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
+        if self._inbox and len(self._flights) < _AHEAD:
+            self._do(self._inbox.popleft())
+            return True
+        if self._flights:
+            self._land()
+            return True
+        return False
+
+    def _do(self, message: ToRank) -> None:
+        match message:
+            case Run():
+                self._run(message)
+            case Open():
+                self._open(message)
+            case Agreed():
+                self._doubts.pop(message.step, None)
+            case Close():
+                self._close(message)
+            case Drop():
+                for key in message.keys:
+                    self._bases.pop(key, None)  # a step that failed has made nothing
+            case Fetch():
+                while self._flights:
+                    self._land()
+                self.answer([Fetched(rank=self.rank, contents=pack(message.key, self._bases[message.key].tensor))])
+            case Rewind():
+                row = ResourceRow(Owner(*message.owner), message.tokens, message.complete)
+                self.resources[message.resource].retract(row)
+            case Learn():
+                self.resources[message.resource].learn(Owner(*message.owner), message.ids)
+            case Skip():
+                sibling = None if message.sibling is None else Owner(*message.sibling)
+                self.resources[message.resource].skip(Owner(*message.owner), message.ids, sibling)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+    def _open(self, message: Open) -> None:
+        request = message.request
+        self._requests.setdefault(request.id, _Request(request))
+        try:
+            for name, key, context, units in message.needs:
+                owner, resource = Owner(key, context), self.resources[name]
+                if not resource.reserve(owner, units):
+                    raise IntegrityError(
+                        f"rank {self.rank} has no {units} units of {name!r} left, which rank 0 promised"
+                    )
+                resource.open(owner, request)
+        except IntegrityError:
+            raise  # the books of two ranks differ: nothing here can be trusted
+        except Exception as error:
+            raise_if_lost(error)
+            log.exception("the state of request %r could not be begun", request.id)
+            self.answer([Refused(rank=self.rank, failed=failure(request.id, error))])
+
+    def _close(self, message: Close) -> None:
+        self._requests.pop(message.request, None)
+        for name, key, context in message.owners:
+            self.resources[name].close(Owner(key, context))
+
+    def _owner(self, work: Work, resource: str) -> Owner:
+        call: Any = work.call
+        key = call.session if call.session is not None and resource in self._kept else call.run.request.id
+        return Owner(key, call.op.call.context)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+    def _run(self, message: Run) -> None:
+        began = time.perf_counter()
+        for contents in message.values:
+            self._bases[contents.key] = _Base(*held(contents, self._device))
+        work = [self._work(row) for row in message.rows]
+        flights = self.engine.launch(work)
+        first = 0
+        for flight in flights:
+            if flight.failure is None:
+                self._keep(message.step, first, flight)
+                for w in flight.work:
+                    w.call.done += w.tokens
+                    w.call.chunks += 1
+            first += len(flight.work)
+        for w, row in zip(work, message.rows, strict=True):
+            if not w.complete:
+                self._requests[row.request].partly[row.op] = w.call
+        self._flights.append((message, flights, began))
+
+    def _work(self, row: Row) -> Work:
+        run = self._requests[row.request]
+        call = run.partly.pop(row.op, None)
+        if call is None or row.inputs:  # the rest of the one that was cut may have been known
+            inputs = {port: self._input(value) for port, value in row.inputs.items()}
+            call = _RankCall(run, self.routing.ops[row.op], row, inputs)
+            call.done = row.start
+        return Work(call, row.start, row.tokens, row.complete)
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, Part):
+            return value
+        base = self._bases[value.key]
+        return ref_of(value, base.tensor, base.host)
+
+    def _keep(self, step: int, first: int, flight: Flight) -> None:
+        """Name the step's outputs as rank 0 does."""
+        for key, ref in self.routing.bases(step, first, flight):
+            self._bases[key] = _Base(ref.base)
+
+    def _land(self) -> None:
+        message, flights, began = self._flights.popleft()
+        results = [result for flight in flights for result in self.engine.land(flight)]
+        failed = any(isinstance(result, Exception) for result in results)
+        if failed and self.routing.meshed(message.rows[0].op):
+            self._doubts[message.step] = time.monotonic() + DOUBT_S
+        bases: list[Contents] = []
+        calls: list[Made] = []
+        if message.answers:
+            leaving = self.routing.leaving_of(row.op for row in message.rows)
+            numbers: dict[int, int] = {}
+            for index, (row, result) in enumerate(zip(message.rows, results, strict=True)):
+                if isinstance(result, Exception):
+                    calls.append(Made(failed=failure(row.request, result)))
+                else:
+                    outputs = self._outputs(message, index, result, numbers, bases, leaving)
+                    calls.append(Made(outputs, result.logprobs))
+        elif failed:
+            calls = [
+                Made(failed=failure(row.request, result)) if isinstance(result, Exception) else Made()
+                for row, result in zip(message.rows, results, strict=True)
+            ]
+        seconds = time.perf_counter() - began
+        self.answer([Landed(rank=self.rank, step=message.step, seconds=seconds, bases=bases, calls=calls)])
+
+    def _outputs(
+        self,
+        message: Run,
+        index: int,
+        result: RowResult,
+        numbers: dict[int, int],
+        bases: list[Contents],
+        leaving: frozenset[str],
+    ) -> dict[str, tuple[int, int, int, bool]]:
+        """Where the outputs of the step's *index*-th call lie in *bases*, which grow by those that are new."""
+        outputs = {}
+        for port, ref in (result.outputs or {}).items():
+            number = numbers.get(id(ref.base))
+            if number is None:
+                number = numbers[id(ref.base)] = len(bases)
+                key = self.routing.key(message.step, index, message.rows[index].op, port)
+                bases.append(_contents(key, ref, port in leaving))
+            outputs[port] = (number, ref.start, ref.stop, ref.row)
+        return outputs
+
+    # --- what a worker has besides ------------------------------------------------------------------------------------
+    def submit(self, request: EngineRequest) -> None:
+        raise IntegrityError(f"request {request.id!r} came to rank {self.rank}; rank 0 takes requests")
+
+    push = cancel = submit
+
+    def ack(self, request: str, stream: str, items: int) -> None:
+        raise IntegrityError("rank 0 takes acknowledgements")
+
+    def next_deadline(self) -> float | None:
+        return min(self._doubts.values(), default=None)
+
+    def events(self) -> list[Event]:
+        return []
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "steps": self.engine.steps,
+            "engine": self.engine.runner.status(),
+            "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
+            "requests": len(self._requests),
+            "values": len(self._bases),
+            "memory": dict(device_memory(self._device)),
+        }
+
+    def close(self) -> None:
+        self._inbox.clear()
+        self._flights.clear()
+        self._bases.clear()
+        self._requests.clear()
+
+
+def _contents(key: int, ref: Ref, leaving: bool) -> Contents:
+    if leaving and ref.late is not None:
+        return pack(key, ref.late.tensor())
+    return pack(key, ref.base, leaving)

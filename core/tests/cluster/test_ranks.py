@@ -1,0 +1,404 @@
+"""A process for each rank: the same answers as on one rank, ranks that die, and what they leave behind (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from sharded import MANY
+from test_processes import arena_root, lives
+
+from mstar.cluster.base import Phase, WorkerConfig
+from mstar.cluster.choice import processes
+from mstar.cluster.ranks import RanksExecutor
+from mstar.plugins import load_plugins
+from mstar.registry import Registry, load_object
+from mstar.runtime.deployment_files import packaged_deployment
+from mstar.settings import Settings
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import SetupError
+from mstar.spec.placement import NodePlacement
+from mstar.spec.processor import ProcessorContext
+from mstar.spec.request import Cancel, Done, Emit, Event, Failed
+from mstar.testing.drive import collect
+from mstar.testing.examples import Example, task_for
+from mstar.testing.miniatures import miniature
+from mstar.testing.miniatures.common import decode
+
+__all__ = ["arena_root"]  # a fixture, which every test here uses
+PLUGINS = ("mstar.testing.miniatures", "sharded")
+
+
+class Ranks:
+    """One layout of a miniature, in processes, as the server runs it."""
+
+    def __init__(self, key: str, **overrides: Any):
+        registry = Registry(load_plugins(Settings(plugins=(), extra_plugins=PLUGINS)))
+        self.mini = miniature(key.replace("sharded", "mini"))
+        self.spec = registry.model(key)
+        deployment = merge_deployment(key, packaged_deployment(self.spec), overrides)
+        config = WorkerConfig(key=key, weights=None, deployment=deployment, extra_plugins=PLUGINS, plugins=())
+        self.events: dict[str, list[Event]] = defaultdict(list)
+        self.phases: list[Phase] = []
+        self._changed = asyncio.Event()
+        executor = processes(config, self._take, self._phase, registry, restart_delay_s=0.01)
+        self.executor: Any = executor
+        self.processor = load_object(self.spec.processor)(ProcessorContext(self.spec, None, self.spec.options()))
+
+    @property
+    def pids(self) -> set[int]:
+        """All worker processes."""
+        executor = self.executor
+        if isinstance(executor, RanksExecutor):
+            return {*executor.pids.values()}
+        layouts = [copy.executor for copy in executor._copies]
+        return {
+            pid
+            for layout in layouts
+            for pid in (layout.pids.values() if isinstance(layout, RanksExecutor) else [layout.pid])
+            if pid is not None
+        }
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.events[event.id].append(event)
+            if isinstance(event, Emit):
+                self.executor.ack(event.id, event.stream, 1)
+        self._changed.set()
+
+    def _phase(self, phase: Phase) -> None:
+        self.phases.append(phase)
+        self._changed.set()
+
+    def submit_text(self, name: str, text: str, **knobs: Any) -> Example:
+        """Submit a prompt of our own; returns the example that it is."""
+        example = Example(text=text, knobs={"max_tokens": 8, **knobs})
+        self.submit(name, example)
+        return example
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def submit(self, name: str, example: Example, **task: Any) -> None:
+        prepared = self.processor.prepare(task_for(self.spec, example, live=example.live or (), **task), name)
+        self.executor.submit(prepared.request)
+
+    async def end(self, name: str) -> Done | Failed:
+        await self.until(lambda: self.events[name] and isinstance(self.events[name][-1], Done | Failed))
+        event = self.events[name][-1]
+        assert isinstance(event, Done | Failed)
+        return event
+
+    async def assert_right(self, name: str, example: Example) -> None:
+        end = await self.end(name)
+        assert isinstance(end, Done), end
+        got = collect([event for event in self.events[name] if isinstance(event, Emit)])
+        for stream, want in self.mini.expected(example).items():
+            if isinstance(want, str):
+                assert decode(got.get(stream, [])) == want
+            else:
+                np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=self.mini.tolerance)
+
+    async def assert_idle(self) -> None:
+        status = await self.executor.status()
+        assert (status["running"], status["waiting"]) == (0, 0)
+        assert not any(pool["used"] for pool in status["resources"].values())
+        for rank in status["ranks"]:
+            assert not any(pool["used"] for pool in rank["resources"].values())
+            assert rank["requests"] == 0
+
+
+@asynccontextmanager
+async def running(key: str, **overrides: Any) -> AsyncIterator[Ranks]:
+    ranks = Ranks(key, **overrides)
+    await ranks.executor.start()
+    pids = ranks.pids
+    try:
+        yield ranks
+    finally:
+        pids |= ranks.pids
+        await ranks.executor.stop()
+        assert not any(map(lives, pids))
+
+
+APART = {"mini_seq2seq": {"encoder": 1, "decoder": 0}, "mini_tts": {"lm": 0, "codec": 1}}
+
+
+@pytest.mark.parametrize("key", APART)
+async def test_nodes_on_two_ranks_give_the_answers_of_one(key: str, arena_root: Path) -> None:
+    async with running(key, placement=APART[key]) as ranks:
+        rng = random.Random(1)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+        names = [phase.name for phase in ranks.phases]
+        assert names[-1] == "ready"
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_dead_rank_takes_its_requests_only(arena_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running("mini_seq2seq", placement=APART["mini_seq2seq"]) as ranks:
+        before = ranks.executor.pids
+        rng = random.Random(5)
+        os.kill(before[1], signal.SIGSTOP)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        await ranks.executor.status()  # rank 0 has them
+        os.kill(before[1], signal.SIGKILL)
+        for name in cases:
+            end = await ranks.end(name)
+            assert isinstance(end, Failed)
+            assert (end.status, end.code) == (503, "worker_died")
+            assert "rank 1" in end.message
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert after[0] == before[0]
+        assert after[1] != before[1]
+        assert not lives(before[1])
+        for name, example in cases.items():
+            ranks.submit(f"again-{name}", example)
+        for name, example in cases.items():
+            await ranks.assert_right(f"again-{name}", example)
+        await ranks.assert_idle()
+        assert len(list(arena_root.iterdir())) == 4  # two ranks', the link's and the meetings' folders: no old one
+        assert "it is restarted" in caplog.text
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_rank_0_takes_all_with_it(arena_root: Path) -> None:
+    async with running("mini_tts", placement=APART["mini_tts"]) as ranks:
+        before = ranks.executor.pids
+        os.kill(before[0], signal.SIGSTOP)
+        example = ranks.mini.example(random.Random(2))
+        ranks.submit("a", example)
+        await asyncio.sleep(0)
+        os.kill(before[0], signal.SIGKILL)
+        end = await ranks.end("a")
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert not {*before.values()} & {*after.values()}
+        assert not any(map(lives, before.values()))
+        ranks.submit("b", example)
+        await ranks.assert_right("b", example)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_rank_that_cannot_start_ends_the_start(arena_root: Path) -> None:
+    ranks = Ranks("mini_seq2seq", placement=APART["mini_seq2seq"], resources={"kv": {"tokens": 4}})
+    ranks.executor.config = msgspec.structs.replace(
+        ranks.executor.config,
+        deployment=ranks.executor.config.deployment.model_copy(
+            update={"placement": {"encoder": NodePlacement(ranks=(0,)), "decoder": NodePlacement(ranks=(1,))}}
+        ),
+    )
+    with pytest.raises(SetupError, match="rank 1: resource 'kv'"):
+        await ranks.executor.start()
+    await ranks.executor.stop()
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_cancels_and_large_values_leave_nothing(arena_root: Path) -> None:
+    async with running("mini_seq2seq", placement={"encoder": 0, "decoder": 1}) as ranks:
+        rng = random.Random(8)
+        for n in range(6):
+            ranks.submit(f"r{n}", ranks.mini.example(rng))
+        for n in range(0, 6, 2):
+            ranks.executor.cancel(Cancel(id=f"r{n}"))
+        for n in range(6):
+            end = await ranks.end(f"r{n}")
+            assert isinstance(end, Done)
+        await ranks.assert_idle()
+        assert [path.name for path in arena_root.glob("*/*") if path.name not in ("socket", "link")] == []
+    assert list(arena_root.iterdir()) == []
+
+
+# --- meshes
+
+
+TWO = {"lm": {"ranks": [0, 1], "tp": 2}}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+async def test_a_mesh_in_lockstep_gives_the_answers_of_one_rank(size: int, arena_root: Path) -> None:
+    placement = {"lm": {"ranks": list(range(size)), "tp": size}}
+    async with running("sharded_chat", placement=placement) as ranks:
+        rng = random.Random(4)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(6)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_prompt_that_a_mesh_knows_is_skipped_by_all_of_it() -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        text = "a prompt that is longer than a few pages of the cache, twice"
+        for name in ("first", "second"):
+            example = ranks.submit_text(name, text)
+            await ranks.assert_right(name, example)
+        end = await ranks.end("second")
+        assert isinstance(end, Done)
+        assert end.usage.cached > 40
+        other = ranks.submit_text("third", text[:30] + "and another end")  # the pages of both are the same still
+        await ranks.assert_right("third", other)
+        await ranks.assert_idle()
+
+
+async def test_what_fails_on_all_ranks_of_a_mesh_fails_alone() -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        before = ranks.executor.pids
+        good = [ranks.submit_text(f"good{n}", f"fine {n}") for n in range(3)]
+        ranks.submit_text("bad", "K" * MANY)
+        end = await ranks.end("bad")
+        assert isinstance(end, Failed)
+        assert "poison" in end.message
+        for n, example in enumerate(good):
+            await ranks.assert_right(f"good{n}", example)
+        await ranks.assert_idle()
+        assert ranks.executor.pids == before
+
+
+@pytest.mark.parametrize("how", ["fault", "kill"])
+async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root: Path) -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        before = ranks.executor.pids
+        if how == "kill":
+            os.kill(before[1], signal.SIGKILL)
+        ranks.submit_text("lost", "L" * MANY)
+        end = await ranks.end("lost")
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        assert not any(map(lives, before.values()))
+        example = ranks.submit_text("again", "fine")
+        await ranks.assert_right("again", example)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_model_that_divides_nothing_is_refused() -> None:
+    ranks = Ranks("mini_chat", placement=TWO)
+    with pytest.raises(SetupError, match="node 'lm' cannot be divided by tp=2"):
+        await ranks.executor.start()
+    await ranks.executor.stop()
+
+
+async def test_a_mesh_without_rank_0_serves_and_starts_again_alone(arena_root: Path) -> None:
+    placement = {"codec": 0, "lm": {"ranks": [1, 2], "tp": 2}}
+    async with running("sharded_tts", placement=placement) as ranks:
+        rng = random.Random(6)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        bad = ranks.submit_text("bad", "K" * MANY)
+        assert isinstance(await ranks.end("bad"), Failed), bad
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.assert_idle()
+        before = ranks.executor.pids
+        os.kill(before[2], signal.SIGKILL)
+        await ranks.until(lambda: ranks.executor.phase.name == "failed")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        after = ranks.executor.pids
+        assert after[0] == before[0]
+        assert not {before[1], before[2]} & {*after.values()}
+        for name, example in cases.items():
+            ranks.submit(f"again-{name}", example)
+        for name, example in cases.items():
+            await ranks.assert_right(f"again-{name}", example)
+        await ranks.assert_idle()
+    assert list(arena_root.iterdir()) == []
+
+
+# --- copies
+
+
+async def test_copies_share_the_requests_and_outlive_each_other(arena_root: Path) -> None:
+    async with running("mini_chat", replicas=2) as ranks:
+        rng = random.Random(7)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        copies = ranks.executor._copies
+        assert [len(copy.running) for copy in copies] == [4, 4]
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        status = await ranks.executor.status()
+        assert [copy["steps"] > 0 for copy in status["copies"]] == [True, True]
+        assert status["steps"] == sum(copy["steps"] for copy in status["copies"])
+
+        dying = copies[0]
+        os.kill(dying.executor.pid, signal.SIGSTOP)
+        ranks.submit("a", cases["r0"])
+        ranks.submit("b", cases["r1"])
+        os.kill(dying.executor.pid, signal.SIGKILL)
+        end = await ranks.end("a")
+        assert isinstance(end, Failed)
+        assert end.code == "worker_died"
+        assert ranks.executor.phase.name == "ready"
+        await ranks.assert_right("b", cases["r1"])
+        ranks.submit("c", cases["r2"])  # while one copy is away
+        await ranks.assert_right("c", cases["r2"])
+        await ranks.until(lambda: dying.executor.phase.name == "ready")
+        ranks.submit("d", cases["r3"])
+        await ranks.assert_right("d", cases["r3"])
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_a_session_goes_on_in_its_copy() -> None:
+    async with running("mini_rollout", replicas=2) as ranks:
+        example = ranks.mini.example(random.Random(1))
+        for name in ("one", "two", "three"):
+            prepared = ranks.processor.prepare(task_for(ranks.spec, example, live=()), name)
+            prepared.request.session = "kept"
+            ranks.executor.submit(prepared.request)
+            assert isinstance(await ranks.end(name), Done)
+        status = await ranks.executor.status()
+        assert sorted(copy["sessions"] for copy in status["copies"]) == [0, 1]
+
+
+async def test_copies_of_several_ranks(arena_root: Path) -> None:
+    async with running("mini_tts", placement=APART["mini_tts"], replicas=2) as ranks:
+        rng = random.Random(3)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(6)}
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_one_of_two_places_of_a_node_dies_and_requests_are_still_taken(arena_root: Path) -> None:
+    async with running("mini_seq2seq", placement={"encoder": [1, 2], "decoder": 0}) as ranks:
+        before = ranks.executor.pids
+        os.kill(before[2], signal.SIGKILL)
+        rng = random.Random(2)
+        cases = {f"r{n}": ranks.mini.example(rng) for n in range(4)}
+        await ranks.until(lambda: "rank 2" in ranks.executor.phase.detail)
+        for name, example in cases.items():
+            ranks.submit(name, example)
+        for name, example in cases.items():
+            await ranks.assert_right(name, example)
+        await ranks.until(lambda: not ranks.executor.phase.detail)
+        assert "failed" not in [phase.name for phase in ranks.phases]
+    assert list(arena_root.iterdir()) == []

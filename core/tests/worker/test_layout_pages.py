@@ -1,0 +1,76 @@
+"""The deployment files of docs/layouts: each gives the answers of one rank."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import DeploymentError
+from mstar.spec.placement import layout_of, ranks_of
+from mstar.testing.miniatures import miniature
+from mstar.testing.rank_drive import RankDriver
+
+from .test_ranks import assert_all_right
+
+DOCS = Path(__file__).parents[3] / "docs/layouts"
+MODELS = {
+    frozenset({"encoder", "decoder"}): "mini_seq2seq",
+    frozenset({"lm", "codec"}): "mini_tts",
+    frozenset({"denoiser"}): "mini_denoise",
+}
+"""Nodes that a page places → a miniature that has them."""
+
+
+def files(page: str) -> list[dict[str, Any]]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+
+
+PLACED = [
+    pytest.param(file["placement"], id=f"{page}-{number}")
+    for page in ("nodes-apart.md", "node-copies.md", "copies.md")
+    for number, file in enumerate(files(page))
+    if "placement" in file
+]
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_a_layout_gives_the_answers_of_one_rank(placement: dict[str, Any]) -> None:
+    mini = miniature(MODELS[frozenset(placement)])
+    assert_all_right(RankDriver(mini, placement=placement), mini, 5, seed=3)
+
+
+def test_every_file_is_a_deployment() -> None:
+    pages = sorted(page.name for page in DOCS.glob("*.md"))
+    assert len(pages) >= 4
+    for page in pages:
+        for file in files(page):
+            merge_deployment("any", file)
+    (overview,) = files("README.md")
+    deployment = merge_deployment("any", overview)
+    layout = layout_of(deployment.placement, deployment.placement)
+    assert (ranks_of(deployment.placement), layout.ranks) == (7, 7)
+    assert layout.gang(6) == (0, 6)
+    assert layout.nodes_of(0) == ["lm"]
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        ({"lm": 2, "codec": 0}, "rank 1 runs no node"),
+        ({"lm": {"ranks": [0, 1, 2], "tp": 2}}, "give 2 ranks, or a multiple"),
+        ({"lm": [0, 0]}, "name a rank twice"),
+        ({"lm": {"rank": [0]}}, "did you mean 'ranks'"),
+        ({"lm": "first"}, "give a rank, a list of ranks"),
+        ({"lmm": 1}, "did you mean 'lm'"),
+        ({"lm": {"ranks": [0, 1], "tp": 2}}, "cannot be divided by tp=2"),
+    ],
+)
+def test_what_is_wrong_with_a_placement_is_told(placement: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeploymentError, match=re.escape(said)):
+        RankDriver(miniature("mini_tts"), placement=placement)

@@ -1,0 +1,199 @@
+"""Nodes on ranks of their own: every request gets what it would have got on one rank, and nothing is left anywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mstar.registry import Registry
+from mstar.spec.request import Done, Failed
+from mstar.testing.drive import Driver, miniature_registry
+from mstar.testing.miniatures import MINIATURES, Miniature, miniature
+from mstar.testing.rank_drive import RankDriver
+from mstar.worker.messages import Run
+
+from .test_miniatures import assert_right, examples
+
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("loop")]
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return miniature_registry()
+
+
+def nodes_of(mini: Miniature, registry: Registry) -> list[str]:
+    return [node.name for node in Driver(mini, registry).worker.plan.graph.nodes]
+
+
+SPLIT = [mini for mini in MINIATURES if len(nodes_of(mini, miniature_registry())) > 1]
+"""Miniatures with nodes to place apart."""
+
+
+def assert_all_right(driver: RankDriver, mini: Miniature, count: int, seed: int) -> None:
+    cases = examples(mini, count, seed)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    driver.run()
+    for name, example in cases.items():
+        assert_right(mini, example, dict(driver.result(name)))
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+@pytest.mark.parametrize("first", [0, 1])
+def test_nodes_apart(mini: Miniature, first: int, registry: Registry) -> None:
+    placement = {node: (number + first) % 2 for number, node in enumerate(nodes_of(mini, registry))}
+    assert_all_right(RankDriver(mini, registry, seed=first, placement=placement), mini, 6, seed=5)
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_a_rank_for_each_node_with_steps_of_few_tokens(mini: Miniature, registry: Registry) -> None:
+    """Prompts are cut into chunks, which ranks keep the parts of."""
+    placement = {node: number for number, node in enumerate(nodes_of(mini, registry))}
+    driver = RankDriver(mini, registry, seed=3, placement=placement, scheduler={"max_step_tokens": 3})
+    assert_all_right(driver, mini, 5, seed=6)
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_cancelled_at_any_moment(mini: Miniature, registry: Registry) -> None:
+    nodes = nodes_of(mini, registry)
+    rng = random.Random(11)
+    driver = RankDriver(mini, registry, seed=1, placement={node: n % 2 for n, node in enumerate(nodes)})
+    for number, (name, example) in enumerate(examples(mini, 12, seed=7).items()):
+        driver.submit(name, example)
+        moment = rng.randrange(12)
+        turns = iter(range(moment + 1))
+        driver.run(until=lambda turns=turns: next(turns, None) is None)  # type: ignore[misc]
+        if number % 3:
+            driver.cancel(name)
+    driver.run()
+    assert {type(end) for end in driver.ended.values()} == {Done}
+    assert {end.reason for end in driver.ended.values() if isinstance(end, Done)} >= {"cancelled"}
+    driver.assert_empty()
+
+
+def test_a_rank_dies_and_comes_back(registry: Registry) -> None:
+    """Its requests fail with a 503, the others get their answers, and the next ones are served again."""
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, seed=2, placement={"encoder": 1, "decoder": 0})
+    cases = examples(mini, 8, seed=9)
+    for name, example in cases.items():
+        if name == "r4":  # those before are being answered: they need the encoder no more
+            driver.run(until=lambda: len(driver.emitted) == 4)
+        driver.submit(name, example)
+    turns = iter(range(6))
+    driver.run(until=lambda: next(turns, None) is None)
+    assert driver.worker.ranks is not None
+    flying = {w.call.run.request.id for step in driver.worker.ranks._flying.values() for w in step.work}
+    driver.kill(1)
+    driver.take()
+    failed = {name for name, end in driver.ended.items() if isinstance(end, Failed)}
+    assert failed == flying
+    assert 0 < len(failed) < len(cases)
+    for name in failed:
+        end = driver.ended[name]
+        assert isinstance(end, Failed)
+        assert (end.status, end.code) == (503, "worker_died")
+        assert "rank 1" in end.message
+    driver.start(1)
+    driver.run()
+    for name, example in cases.items():
+        if name not in failed:
+            assert_right(mini, example, dict(driver.result(name)))
+    again = examples(mini, 1, seed=10)["r0"]
+    driver.submit("again", again)
+    driver.run()
+    assert_right(mini, again, dict(driver.result("again")))
+    driver.assert_empty()
+
+
+def test_what_a_rank_made_comes_back_as_a_name(registry: Registry) -> None:
+    """A decoder elsewhere is sent its prompt, and from then on the names of its own tokens."""
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, placement={"encoder": 0, "decoder": 1})
+    sent: list[Run] = []
+    take = driver.wires[1].follower.take
+    driver.wires[1].follower.take = lambda message: (sent.append(message), take(message))[1]  # type: ignore[method-assign, func-returns-value]
+    driver.submit("r", mini.example(random.Random(4)))
+    driver.run()
+    steps = [message for message in sent if isinstance(message, Run)]
+    assert len(steps) > 3
+    assert [len(step.values) for step in steps] == [1, 1] + [0] * (len(steps) - 2)  # the memory, the start
+
+
+@pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)
+def test_each_node_twice(mini: Miniature, registry: Registry) -> None:
+    """Requests are shared out between two copies of every node, with steps of few tokens."""
+    placement = {node: [0, 1] for node in nodes_of(mini, registry)}
+    driver = RankDriver(mini, registry, seed=4, placement=placement, scheduler={"max_step_tokens": 5})
+    assert_all_right(driver, mini, 6, seed=8)
+    assert driver.worker.engine.steps > 0
+    assert driver.wires[1].follower.engine.steps > 0
+
+
+@pytest.mark.parametrize("mini", SPLIT, ids=lambda m: m.key)
+def test_one_node_twice(mini: Miniature, registry: Registry) -> None:
+    *others, last = nodes_of(mini, registry)
+    placement: dict[str, object] = {**dict.fromkeys(others, 0), last: [1, 2]}
+    driver = RankDriver(mini, registry, seed=5, placement=placement)
+    assert_all_right(driver, mini, 6, seed=9)
+    assert all(wire.follower.engine.steps for wire in driver.wires.values())
+
+
+def test_guidance_branches_apart(registry: Registry) -> None:
+    mini = miniature("mini_denoise")
+    node = next(
+        op.call.node for op in Driver(mini, registry).worker.plan.programs["denoise"] if getattr(op, "loops", ())
+    )
+    placement = {node: {"ranks": [0, 1], "split": "contexts"}}
+    driver = RankDriver(mini, registry, seed=6, placement=placement)
+    assert_all_right(driver, mini, 6, seed=10)
+    here, there = driver.worker.engine.steps, driver.wires[1].follower.engine.steps
+    assert here
+    assert there
+
+
+def test_sessions_and_siblings_stay_on_their_seat(registry: Registry) -> None:
+    mini = miniature("mini_rollout")
+    driver = RankDriver(mini, registry, placement={"world": [0, 1]})
+    for number in range(6):
+        prepared = driver.prepare(f"r{number}", mini.example(random.Random(number)))
+        prepared.request.session = f"s{number % 2}"
+        driver.worker.submit(prepared.request)
+        driver.run()
+        assert isinstance(driver.ended[f"r{number}"], Done)
+    assert len(driver.worker.sessions) == 2
+    used = driver.wires[1].follower.status()["resources"]["world"]["used"]
+    assert used == 1  # one session on each rank
+    driver.kill(1)
+    assert len(driver.worker.sessions) == 1
+    driver.start(1)
+    driver.assert_empty()
+
+
+def test_a_copy_of_a_node_dies_and_the_other_serves_on(registry: Registry) -> None:
+    mini = miniature("mini_chat")
+    driver = RankDriver(mini, registry, seed=7, placement={"lm": [0, 1]})
+    cases = examples(mini, 6, seed=12)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    driver.run(until=lambda: len(driver.emitted) == 6)
+    driver.kill(1)
+    driver.run()
+    failed = {name for name, end in driver.ended.items() if isinstance(end, Failed)}
+    assert 0 < len(failed) < 6
+    for name in cases.keys() - failed:
+        assert_right(mini, cases[name], dict(driver.result(name)))
+    again = examples(mini, 3, seed=13)
+    for name, example in again.items():
+        driver.submit(f"again-{name}", example)
+    driver.run()
+    for name, example in again.items():
+        assert_right(mini, example, dict(driver.result(f"again-{name}")))
+    driver.start(1)
+    driver.submit("last", again["r0"])
+    driver.run()
+    assert_right(mini, again["r0"], dict(driver.result("last")))
+    driver.assert_empty()
