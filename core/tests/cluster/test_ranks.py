@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,18 @@ class Ranks:
                 np.testing.assert_allclose(got[stream], want, rtol=1e-6, atol=self.mini.tolerance)
 
     async def assert_idle(self) -> None:
-        status = await self.executor.status()
-        assert (status["running"], status["waiting"]) == (0, 0)
-        assert not any(pool["used"] for pool in status["resources"].values())
-        for rank in status["ranks"]:
-            assert not any(pool["used"] for pool in rank["resources"].values())
-            assert rank["requests"] == 0
+        """Nothing is held on any rank, once all have heard of the last end."""
+        async with asyncio.timeout(30):
+            while True:
+                status = await self.executor.status()
+                used = any(pool["used"] for pool in status["resources"].values())
+                there = any(rank["requests"] or _used(rank) for rank in status["ranks"])
+                if not (status["running"] or status["waiting"] or used or there):
+                    return
+
+
+def _used(rank: Mapping[str, Any]) -> bool:
+    return any(pool["used"] for pool in rank["resources"].values())
 
 
 @asynccontextmanager
@@ -298,7 +304,7 @@ async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root:
 
 async def test_a_model_that_divides_nothing_is_refused() -> None:
     ranks = Ranks("mini_chat", placement=TWO)
-    with pytest.raises(SetupError, match="node 'lm' cannot be divided by tp=2"):
+    with pytest.raises(SetupError, match="divided by tp=2"):
         await ranks.executor.start()
     await ranks.executor.stop()
 

@@ -12,6 +12,7 @@ import yaml
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.spec.placement import layout_of, ranks_of
+from mstar.testing.drive import Driver
 from mstar.testing.miniatures import miniature
 from mstar.testing.rank_drive import RankDriver
 
@@ -68,9 +69,14 @@ def test_every_file_is_a_deployment() -> None:
         ({"lm": {"rank": [0]}}, "did you mean 'ranks'"),
         ({"lm": "first"}, "give a rank, a list of ranks"),
         ({"lmm": 1}, "did you mean 'lm'"),
-        ({"lm": {"ranks": [0, 1], "tp": 2}}, "cannot be divided by tp=2"),
     ],
 )
 def test_what_is_wrong_with_a_placement_is_told(placement: dict[str, Any], said: str) -> None:
     with pytest.raises(DeploymentError, match=re.escape(said)):
         RankDriver(miniature("mini_tts"), placement=placement)
+
+
+def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
+    nodes = [node.name for node in Driver("mini_look").worker.plan.graph.nodes]
+    with pytest.raises(DeploymentError, match="keeps what it computes"):
+        RankDriver(miniature("mini_look"), placement=dict.fromkeys(nodes[:1], 1))

@@ -217,7 +217,7 @@ class Engine:
         for node in plan.graph.nodes:
             if node.graph_rows and node.name in self.nodes:
                 self.runner.fill_to(node.name, node.graph_rows)
-            if node.graph_items is not None:
+            if node.graph_items is not None and node.name in self.nodes:
                 self.runner.items_to(node.name, node.graph_items)
         sizes = self.runner.sizes(rows, tokens)
         todo = [

@@ -98,9 +98,6 @@ class Resource(abc.ABC):
     """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
     before ended its loop."""
 
-    in_pieces: bool = False
-    """Whether :meth:`portion` has a say in which part of a call a step computes."""
-
     batch_invariant: bool = False
     """Whether, in a deterministic context, what its views compute for a row follows from the row alone, bit for bit.
     Others are refused with ``engine.deterministic`` on a GPU."""

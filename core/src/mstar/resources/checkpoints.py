@@ -82,17 +82,14 @@ class Checkpoints:
         self._places.release(checkpoint.places)
 
     def find(self, salt: str, ids: Sequence[int]) -> Checkpoint | None:
-        """The longest one of a beginning of *ids*. To look for one is not to use it: ranks of a mesh that are not asked
-        keep the same ones."""
+        """The longest one of a beginning of *ids*."""
         found = None
         if self._named:
             for digest in page_digests(salted(salt), ids, self.page):
                 found = self._named.get(digest, found)
+        if found is not None:
+            self._kept.move_to_end(found)
         return found
-
-    def use(self, checkpoint: Checkpoint) -> None:
-        """A context begins with it."""
-        self._kept.move_to_end(checkpoint)
 
     def check(self) -> list[Places]:
         """The places that are held, once the books balance."""

@@ -79,7 +79,7 @@ class MediaEmbeddings(Resource):
 
     kind = "media_embeddings"
     capturable = capturable_chunks = True
-    speculates = in_pieces = True
+    speculates = True
     batch_invariant = True
     spec: specs.MediaEmbeddings
 

@@ -169,7 +169,6 @@ class RecurrentStateResource(SlotResource):
             raise IntegrityError(
                 f"{owner} cannot begin behind {len(ids)} tokens in {self.name!r}: no state is kept there"
             )
-        self.checkpoints.use(found)
         self._books.adopt(self._slots[owner], found.places)
         lineage.skip(ids)
 

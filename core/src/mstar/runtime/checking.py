@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mstar.graph.program import Plan, compile_graph
+from mstar.nn.mesh import SINGLE, Mesh, building
 from mstar.nn.model import Model
 from mstar.registry import load_object
 from mstar.resources.base import Resource, ResourceContext
@@ -59,6 +60,7 @@ from mstar.weights.sources import (
     present_weights,
 )
 from mstar.worker import build
+from mstar.worker.layout import divided_resources, mesh_faults
 from mstar.worker.memory import free_memory
 from mstar.worker.shadow import META, on_meta
 
@@ -377,9 +379,13 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
-        faults += build.layout_faults(deployment, model, graph, declared)
+        faults += build.layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
-        _check_nodes(checked, model, graph, dtype)
+        meshes = {name: Mesh.sketch(place.tp, place.sp) for name, place in deployment.placement.items()}
+        meshes = {node.name: meshes.get(node.name, SINGLE) for node in graph.nodes}
+        _check_nodes(checked, model, graph, dtype, meshes, where)
+        with checked.stage(where.file_of("placement"), "placement"):
+            checked.declared = divided_resources(declared, graph, meshes)
         if not found:
             _check_pools(checked, compile_graph(graph), deployment, registry, where)
             checked.complete = not checked.left_out
@@ -398,9 +404,13 @@ def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
             )
 
 
-def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtype) -> None:
+def _check_nodes(
+    checked: Checked, model: Model, graph: Graph, dtype: torch.dtype, meshes: Mapping[str, Mesh], where: _Where
+) -> None:
+    """Build each node as one of its ranks has it."""
     for spec in graph.nodes:
-        with checked.stage(checked.spec.model, f"node {spec.name!r}"):
+        mesh = meshes[spec.name]
+        with checked.stage(checked.spec.model, f"node {spec.name!r}"), building(mesh):
             # Nodes without published weights make their own tensors, perhaps from values: they are built for real.
             if model.weights(spec.name) is None:
                 node = model.build(spec.name)
@@ -412,6 +422,8 @@ def _check_nodes(checked: Checked, model: Model, graph: Graph, dtype: torch.dtyp
             size = sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.dtype.itemsize) for t in tensors)
             checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size))
             checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
+            key = f"placement.{spec.name}"
+            checked.faults += [Fault(where.file_of(key), key, fault) for fault in mesh_faults(spec.name, node, mesh)]
 
 
 def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: _Where) -> None:

@@ -86,6 +86,7 @@ class Admission:
     def reserve(self, request: EngineRequest, holding: Holding) -> bool:
         """Reserve and open everything, or nothing. Idle sessions give way to requests."""
         if self.ranks is not None:
+            self.ranks.decide(request)
             self.ranks.seats.assign(request, None if holding.session is None else holding.session.key)
         while not self._try(request, holding):
             if not self.sessions.evict_one():

@@ -19,7 +19,7 @@ from mstar.engine.compile import compiler_fault
 from mstar.graph.program import Plan, compile_graph
 from mstar.nn.cpu_linear import prepare_cpu
 from mstar.nn.deterministic import deterministic_faults, prepare_deterministic
-from mstar.nn.mesh import SINGLE, Mesh, building
+from mstar.nn.mesh import SINGLE, building
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node
 from mstar.registry import Registry, load_object
@@ -32,7 +32,7 @@ from mstar.spec.graph import Graph, NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
-from mstar.spec.placement import Layout, layout_of, placement_faults, ranks_of, users_of
+from mstar.spec.placement import Layout, Seat, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.deterministic import option_faults
 from mstar.worker.groups import join_meshes
@@ -85,12 +85,12 @@ def build(
     """Everything that a worker of *config* needs: of a layout with several ranks, the nodes of its own rank and the
     pools that these use. Raises :class:`SetupError` with what to change, also when the family's own code raises.
 
-    :param meshes: of the nodes that this rank computes together with others, of which it gets its share. ``None``:
-        those of the deployment's layout, whose other ranks are waited for.
+    :param meshes: of the nodes that this rank computes together with others, of which it gets its share; by default
+        those of the deployment's placement.
     """
     spec = registry.model(config.key)
     try:
-        return _build(config, spec, registry, on_phase, meshes)
+        return _build(config, spec, registry, on_phase, meshes or {})
     except MstarError:
         raise
     except Exception as error:
@@ -102,7 +102,7 @@ def build(
 
 
 def _build(
-    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes | None
+    config: WorkerConfig, spec: ModelSpec, registry: Registry, on_phase: Callable[[Phase], None], meshes: Meshes
 ) -> Built:
     deployment = config.deployment
     device = rank_device(config)
@@ -114,19 +114,15 @@ def _build(
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
-    if faults := [*faults, *layout_faults(deployment, model, graph, declared)]:
+    if faults := [*faults, *layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))]:
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
+    meshes = meshes or join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
+    declared = divided_resources(declared, graph, meshes)
     mine = layout.nodes_of(config.rank)
-    if meshes is None:
-        meshes = join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
     users = users_of(graph)
-    declared = {
-        name: found
-        for name, found in divided_resources(declared, graph, meshes).items()
-        if not users.get(name) or set(users[name]) & set(mine)
-    }
+    declared = {name: found for name, found in declared.items() if not users.get(name) or set(users[name]) & set(mine)}
     deterministic = deployment.engine.deterministic
     faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
     if deployment.engine.compile is True:
@@ -144,7 +140,7 @@ def _build(
         registry,
         stage,
         dtype,
-        free=agreed_memory(free_memory, device, meshes, _processes(deployment, meshes)),
+        free=_free(deployment, device, meshes),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device),
         vocabulary=partial(vocabulary_of, model, weights),
@@ -179,7 +175,11 @@ def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[
 
 
 def make_model(
-    spec: ModelSpec, weights: Path | None, deployment: Deployment, device: torch.device, dtype: torch.dtype
+    spec: ModelSpec,
+    weights: Path | None,
+    deployment: Deployment,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Model:
     """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
     options = read_options(spec.options, deployment.model_kwargs)
@@ -216,6 +216,13 @@ def _threads(deployment: Deployment) -> int | None:
     """CPU threads of one worker: as the deployment says, else all cores, which the ranks share."""
     ranks, threads = ranks_on_device(deployment), deployment.engine.threads
     return threads if threads is not None or ranks == 1 else max(1, torch.get_num_threads() // ranks)
+
+
+def _free(deployment: Deployment, device: torch.device, meshes: Meshes) -> int:
+    """Bytes that this rank may plan with. Ranks on CPUs share what their machine has."""
+    if any(mesh.size > 1 for mesh in meshes.values()):
+        return agreed_memory(free_memory, device, meshes)
+    return free_memory(device) // (ranks_on_device(deployment) if device.type == "cpu" else 1)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -275,11 +282,15 @@ def declared_resources(model: Model, deployment: Deployment) -> tuple[dict[str, 
 
 
 def layout_faults(
-    deployment: Deployment, model: Model, graph: Graph, declared: Mapping[str, ResourceSpec]
+    deployment: Deployment, graph: Graph, declared: Mapping[str, ResourceSpec], type_of: Callable[[ResourceSpec], Any]
 ) -> Iterator[tuple[str, str]]:
-    """What cannot be of *deployment*'s placement for a *model* with *graph* and the resources that are *declared*."""
+    """What cannot be of *deployment*'s placement for a model with *graph*. *type_of*: the class of a resource."""
     yield from placement_faults(deployment.placement, graph)
-    yield from _division_faults(deployment, model, graph, declared)
+    for name, users in users_of(graph).items():
+        if name in declared and type_of(declared[name]).portion is not Resource.portion:
+            for node in users:
+                if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
+                    yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
     ranks, name = ranks_on_device(deployment), deployment.executor
     if ranks == 1:
         return
@@ -291,36 +302,9 @@ def layout_faults(
         yield "engine.trace", "a timeline shows one rank; leave it out where the layout has several"
 
 
-def _division_faults(
-    deployment: Deployment, model: Model, graph: Graph, declared: Mapping[str, ResourceSpec]
-) -> Iterator[tuple[str, str]]:
-    """Nodes that cannot be divided among the ranks of their meshes, and resources of theirs."""
-    places = {node.name: deployment.placement.get(node.name) for node in graph.nodes}
-    sketches = {
-        name: Mesh.sketch(place.tp, place.sp) for name, place in places.items() if place and place.tp * place.sp > 1
-    }
-    divided = True
-    for name, mesh in sketches.items():
-        with building(mesh):
-            node = _build_node(model, name, on_meta=model.weights(name) is not None)
-        for fault in mesh_faults(name, node, mesh):
-            divided = False
-            yield f"placement.{name}", fault
-    if divided:
-        try:
-            divided_resources(declared, graph, sketches)
-        except SetupError as error:
-            yield "placement", str(error)
-
-
 def ranks_on_device(deployment: Deployment) -> int:
     """Processes of the whole deployment, which share the host's memory and cores."""
     return ranks_of(deployment.placement) * deployment.replicas
-
-
-def _processes(deployment: Deployment, meshes: Meshes) -> int:
-    """The same, where *meshes* may have been formed without a placement."""
-    return max([ranks_on_device(deployment), *(mesh.size for mesh in meshes.values())])
 
 
 def memory_plan(

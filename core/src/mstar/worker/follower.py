@@ -40,6 +40,8 @@ from mstar.worker.messages import (
     Landed,
     Learn,
     Made,
+    Match,
+    Missed,
     Open,
     Part,
     Refused,
@@ -158,6 +160,11 @@ class Follower:
                 self.resources[message.resource].retract(row)
             case Learn():
                 self.resources[message.resource].learn(Owner(*message.owner), message.ids)
+            case Match():
+                sibling = None if message.sibling is None else Owner(*message.sibling)
+                self.resources[message.resource].match(Owner(*message.owner), message.ids, sibling)
+            case Missed():
+                self.resources[message.resource].missed(Owner(*message.owner), message.tokens)
             case Skip():
                 sibling = None if message.sibling is None else Owner(*message.sibling)
                 self.resources[message.resource].skip(Owner(*message.owner), message.ids, sibling)
@@ -213,8 +220,8 @@ class Follower:
 
     def _work(self, row: Row) -> Work:
         run = self._requests[row.request]
-        call = run.partly.pop(row.op, None)
-        if call is None or row.inputs:  # the rest of the one that was cut may have been known
+        call = run.partly.pop(row.op, None) if row.start else None
+        if call is None:
             inputs = {port: self._input(value) for port, value in row.inputs.items()}
             call = _RankCall(run, self.routing.ops[row.op], row, inputs)
             call.done = row.start

@@ -1,7 +1,7 @@
-"""How the processes of a mesh find each other, and the groups in which their layers talk.
+"""How the processes of a mesh find each other.
 
 They meet over a file in a folder that their executor made: no port is opened for it and no environment variable read.
-A process is in one mesh at most, and that mesh is the default group of ``torch.distributed``.
+A process is in one mesh at most, and its processes are the world of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -32,24 +32,21 @@ def join_meshes(
     :param meeting: a folder that all of them see, used for this start only.
     :raises SetupError: the others did not come.
     """
-    seats = {node: seat for node in layout.nodes_of(rank) if (seat := layout.seat_of(node, rank)) is not None}
-    shared = {node: seat for node, seat in seats.items() if len(seat.ranks) > 1}
-    if not shared:
+    ranks = layout.gang(rank)
+    if len(ranks) == 1:
         return {}
+    shared = {node: seat for node in layout.seats if (seat := layout.seat_of(node, rank)) and len(seat.ranks) > 1}
     if meeting is None:
         raise SetupError(f"{', '.join(shared)}: several processes are to run it, and there is one; use 'processes'")
-    ranks = next(iter(shared.values())).ranks
     meet = Path(meeting, "mesh-" + "-".join(map(str, ranks)))
     store = dist.FileStore(str(meet), len(ranks))  # type: ignore[attr-defined]
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=ranks.index(rank), world_size=len(ranks), timeout=_PATIENCE)
-        world, made = open_world(device, engine), {}
-        for tp, sp in sorted({(seat.tp, seat.sp) for seat in shared.values()}):  # one order in all processes
-            made[tp, sp] = world.mesh(range(len(ranks)), tp, sp)
     except (RuntimeError, ValueError) as error:
         raise SetupError(f"rank {rank} did not find the others of its mesh {list(ranks)}: {error}") from error
-    meshes = {node: made[seat.tp, seat.sp] for node, seat in shared.items()}
-    return {node: mesh for node, mesh in meshes.items() if mesh is not None}
+    world = open_world(device, engine)
+    made = {node: world.mesh(range(len(ranks)), seat.tp, seat.sp) for node, seat in shared.items()}
+    return {node: mesh for node, mesh in made.items() if mesh is not None}

@@ -22,6 +22,8 @@ __all__ = [
     "Landed",
     "Learn",
     "Made",
+    "Match",
+    "Missed",
     "Open",
     "Part",
     "Refused",
@@ -141,7 +143,24 @@ class Skip(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
     sibling: tuple[str, str] | None
 
 
-ToRank = Open | Close | Run | Agreed | Drop | Fetch | Rewind | Learn | Skip
+class Match(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Look for known state (:meth:`mstar.resources.base.Resource.match`), whose answer rank 0 knows."""
+
+    resource: str
+    owner: tuple[str, str]
+    ids: list[int]
+    sibling: tuple[str, str] | None
+
+
+class Missed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """See :meth:`mstar.resources.base.Resource.missed`."""
+
+    resource: str
+    owner: tuple[str, str]
+    tokens: int
+
+
+ToRank = Open | Close | Run | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
 
 
 # --- and back --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Portions:
     def _found(self, op: CallOp) -> str | None:
         entry = op.entry
         advanced = [name for name in entry.resources if name not in entry.frozen]
-        found = [name for name in advanced if self._resources[name].in_pieces]
+        found = [name for name in advanced if type(self._resources[name]).portion is not Resource.portion]
         if found and (entry.chunk is None or entry.outputs or len(found) > 1):
             raise MstarError(
                 f"entry {op.call.node}.{entry.name} advances {', '.join(map(repr, found))}, which keeps what it "

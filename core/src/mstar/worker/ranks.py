@@ -11,11 +11,13 @@ most two others, so that it need not wait for rank 0: that is the back-pressure.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -42,6 +44,8 @@ from mstar.worker.messages import (
     FromRank,
     Landed,
     Learn,
+    Match,
+    Missed,
     Open,
     Part,
     Refused,
@@ -215,6 +219,12 @@ class Ranks:
         """Whether all ranks are there."""
         return len(self._links) == self.layout.ranks - 1
 
+    def decide(self, request: EngineRequest) -> None:
+        """Decide what chance decides of *request*, before it reaches the ranks: each samples by itself."""
+        for name, params in request.sampling.items():
+            if params.seed is None:
+                request.sampling[name] = msgspec.structs.replace(params, seed=secrets.randbits(63))
+
     # --- requests -----------------------------------------------------------------------------------------------------
     def opened(self, request: EngineRequest, needs: Iterable[tuple[str, Owner, int]]) -> None:
         """*request* holds (resource, owner, units) each."""
@@ -278,6 +288,20 @@ class Ranks:
                 self._tell(
                     rank, Skip(resource=resource, owner=(owner.key, owner.context), ids=list(ids), sibling=other)
                 )
+
+    def matched(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
+        """The other ranks of the mesh look for what this one has looked for."""
+        for rank in self.seats.of_pool(resource, owner).ranks:
+            if rank != _HERE:
+                other = None if sibling is None else (sibling.key, sibling.context)
+                named = (owner.key, owner.context)
+                self._tell(rank, Match(resource=resource, owner=named, ids=list(ids), sibling=other))
+
+    def missed(self, resource: str, owner: Owner, tokens: int) -> None:
+        """The other ranks of the mesh are told what this one was told."""
+        for rank in self.seats.of_pool(resource, owner).ranks:
+            if rank != _HERE:
+                self._tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
 
     def here(self, call: CallRun) -> bool:
         """Whether this rank runs *call*, alone or with others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar.graph.calls import CallRun
@@ -91,7 +91,7 @@ class SeatedPool(Resource):
 
     def __init__(self, resource: str, first: Resource, at: Callable[[str, Owner], Seat]):
         super().__init__(resource, first.spec, first.context)
-        self.kind, self.in_pieces = first.kind, first.in_pieces
+        self.kind = first.kind
         self._at = at
         self.pools: dict[Seat, Resource] = {}
 
@@ -134,17 +134,6 @@ class SeatedPool(Resource):
 
     def cut(self, owner: Owner, tokens: int) -> int:
         return self._pool(owner).cut(owner, tokens)
-
-    def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
-        return self._pool(owner).portion(owner, start, most)
-
-    def lookups(self) -> tuple[int, int] | None:
-        each = [found for pool in self.pools.values() if (found := pool.lookups()) is not None]
-        return (sum(asked for asked, _ in each), sum(hits for _, hits in each)) if each else None
-
-    def checkpoint_counts(self) -> Mapping[str, int] | None:
-        each = [found for pool in self.pools.values() if (found := pool.checkpoint_counts()) is not None]
-        return {key: sum(found[key] for found in each) for key in each[0]} if each else None
 
     def retract(self, row: Any) -> None:
         self._pool(row.owner).retract(row)

@@ -55,18 +55,20 @@ class PromptSharing:
         for name in call.op.entry.resources:
             parent = None if sibling is None else self._owner_of(sibling, name, call)
             shares.append((self._resources[name], self._owner_of(live, name, call), parent))
-        hits = _matches(shares, ids)
+        hits = self._matches(shares, ids)
         deepest = skipped = min(hits, default=0)
         if hits:
             self.looked_up += len(ids)
             deepest = max(hits)
         while skipped > 0 and max(hits) > skipped:  # where all can begin: what one knows may end within another's
-            hits = _matches(shares, ids[: skipped + 1])
+            hits = self._matches(shares, ids[: skipped + 1])
             skipped = min(hits)
         self.found += max(skipped, 0)
         if deepest > skipped:
             for resource, owner, _ in shares:
                 resource.missed(owner, deepest)
+                if self._ranks is not None:
+                    self._ranks.missed(resource.name, owner, deepest)
         if skipped <= 0:
             return
         for resource, owner, parent in shares:
@@ -76,8 +78,7 @@ class PromptSharing:
         call.done = live.cached = skipped
 
     def cut(self, live: Live, call: CallRun) -> int:
-        """How many of the tokens that are left of the call the next step may take at most. All on another rank, where
-        nothing is skipped."""
+        """How many of the tokens that are left of the call the next step may take at most."""
         tokens = call.remaining
         if self._ranks is not None and not self._ranks.here(call):
             return tokens
@@ -98,7 +99,13 @@ class PromptSharing:
     def _sibling(self, live: Live) -> Live | None:
         return self._live.get(live.request.sibling_of or "")
 
-
-def _matches(shares: Sequence[tuple[Resource, Owner, Owner | None]], ids: Sequence[int]) -> list[int]:
-    """What each resource that has an opinion holds of *ids* already."""
-    return [hit for resource, owner, parent in shares if (hit := resource.match(owner, ids, parent)) is not None]
+    def _matches(self, shares: Sequence[tuple[Resource, Owner, Owner | None]], ids: Sequence[int]) -> list[int]:
+        """What each resource that has an opinion holds of *ids* already."""
+        hits = []
+        for resource, owner, parent in shares:
+            hit = resource.match(owner, ids, parent)
+            if hit is not None:
+                hits.append(hit)
+            if self._ranks is not None:  # what was looked at last is dropped last, on all ranks of a mesh
+                self._ranks.matched(resource.name, owner, ids, parent)
+        return hits
