@@ -12,6 +12,7 @@ from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, fault, note, print_json, table
 from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
+from mstar.spec.placement import ranks_of
 
 if TYPE_CHECKING:
     from mstar.runtime.checking import Checked
@@ -87,7 +88,9 @@ def _print(checked: Checked) -> None:
         )
     else:
         total = sum(node.bytes for node in checked.nodes) + sum(pool.bytes for pool in checked.pools)
-        print(f"\nok: weights and pools take {bytes_in_words(total)}")
+        several = checked.deployment is not None and ranks_of(checked.deployment.placement) > 1
+        counted_once = "; of each node and pool, one rank's share is counted" if several else ""
+        print(f"\nok: weights and pools take {bytes_in_words(total)}{counted_once}")
 
 
 def _print_limits(checked: Checked) -> None:

@@ -154,7 +154,7 @@ def joined_status(copies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for copy in told[1:]:
         for key in ("running", "waiting", "sessions", "steps"):
             joined[key] += copy[key]
-        for key in ("resources", "prefix", "memory", "observer_failures"):
+        for key in ("resources", "checkpoints", "prefix", "media", "memory", "observer_failures"):
             joined[key] = _sum(joined[key], copy[key])
         joined["entries"] = _sum_entries(joined["entries"], copy["entries"])
         joined["began"] = min(joined["began"], copy["began"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +49,7 @@ from mstar.spec.graph import Graph
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
+from mstar.spec.placement import layout_of, users_of
 from mstar.spec.processor import ProcessorContext
 from mstar.spec.resources import ResourceSpec
 from mstar.weights.sources import (
@@ -427,11 +428,31 @@ def _check_nodes(
 
 
 def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: _Where) -> None:
-    device, dtype, declared = checked.device, checked.dtype, checked.declared
+    """Make each rank's pools beside the weights of its nodes. Those of a resource are told once."""
+    layout, users = layout_of(deployment.placement, [node.name for node in plan.graph.nodes]), users_of(plan.graph)
+    for rank in range(layout.ranks):
+        mine = layout.nodes_of(rank)
+        used = [name for name in checked.declared if not users.get(name) or {*users[name]} & {*mine}]
+        _check_rank(checked, mine, used, plan, deployment, registry, where)
+    checked.faults = [*dict.fromkeys(checked.faults)]  # ranks that are alike have the same
+
+
+def _check_rank(
+    checked: Checked,
+    mine: Sequence[str],
+    used: Sequence[str],
+    plan: Plan,
+    deployment: Deployment,
+    registry: Registry,
+    where: _Where,
+) -> None:
+    device, dtype = checked.device, checked.dtype
     assert device is not None
     assert dtype is not None
+    declared = {name: checked.declared[name] for name in used}
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
-    weights = sum(node.bytes for node in checked.nodes)
+    weights = sum(node.bytes for node in checked.nodes if node.name in mine)
+    processes = build.ranks_on_device(deployment) if device.type == "cpu" else 1
     memory = build.memory_plan(
         declared,
         plan,
@@ -439,7 +460,7 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
         registry,
         Stage(device),
         dtype,
-        free=None if absent else max(0, free_memory(device) - weights),  # as when they are loaded
+        free=None if absent else max(0, free_memory(device) // processes - weights),  # as when they are loaded
         weights_bytes=weights,
         reserve_bytes=build.reserved_bytes(deployment, device),
     )
@@ -447,12 +468,14 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     def make(name: str, context: ResourceContext) -> Resource:
         return build.make_resource(name, declared[name], on_meta(context, device), registry)
 
+    told = {pool.name for pool in checked.pools}
     for name in memory.order:
         key = f"resources.{name}"
         with checked.stage(where.file_of(key), key):
             pool = memory.make(name, partial(make, name))
             per_request = len(plan.contexts.get(name, ())) or 1
-            checked.pools.append(_size(pool, pool.context.max_owners, per_request))
+            if name not in told:
+                checked.pools.append(_size(pool, pool.context.max_owners, per_request))
 
 
 def _size(pool: Resource, owners: int, per_request: int) -> PoolSize:

@@ -219,10 +219,10 @@ def _threads(deployment: Deployment) -> int | None:
 
 
 def _free(deployment: Deployment, device: torch.device, meshes: Meshes) -> int:
-    """Bytes that this rank may plan with. Ranks on CPUs share what their machine has."""
-    if any(mesh.size > 1 for mesh in meshes.values()):
-        return agreed_memory(free_memory, device, meshes)
-    return free_memory(device) // (ranks_on_device(deployment) if device.type == "cpu" else 1)
+    """Bytes that this rank may plan with. Ranks on CPUs share what their machine has, also with those of other nodes
+    and of other copies."""
+    processes = max([ranks_on_device(deployment), *(mesh.size for mesh in meshes.values())])
+    return agreed_memory(free_memory, device, meshes, processes)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:

@@ -77,13 +77,16 @@ def _divided(name: str, spec: ResourceSpec, ranks: int) -> ResourceSpec:
         raise SetupError(f"resource {name!r}: {error}") from None
 
 
-def agreed_memory(free: Callable[[torch.device], int], device: torch.device, meshes: Meshes) -> int:
+def agreed_memory(free: Callable[[torch.device], int], device: torch.device, meshes: Meshes, processes: int) -> int:
     """Bytes that this rank may plan with: as many as the rank of its meshes that has the fewest, so that all have pools
-    of one size, and admit the same requests. Ranks on CPUs share what their machine has."""
+    of one size, and admit the same requests.
+
+    :param processes: those of the deployment; on CPUs they share what their machine has.
+    """
     several = [mesh for mesh in dict.fromkeys(meshes.values()) if mesh.size > 1]
     for mesh in several:
         mesh.least(0)  # all have loaded what takes memory
-    found = free(device)
+    found = free(device) // (processes if device.type == "cpu" else 1)
     for mesh in several:
-        found = mesh.least(found // mesh.size if device.type == "cpu" else found)
+        found = mesh.least(found)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mstar.graph.calls import CallRun
@@ -144,6 +144,10 @@ class SeatedPool(Resource):
     def usage(self) -> Usage:
         each = [pool.usage() for pool in self.pools.values()]
         return Usage(sum(u.used for u in each), sum(u.total for u in each), sum(u.cached for u in each))
+
+    def checkpoint_counts(self) -> Mapping[str, int] | None:
+        each = [found for pool in self.pools.values() if (found := pool.checkpoint_counts()) is not None]
+        return {key: sum(found[key] for found in each) for key in each[0]} if each else None
 
     def check(self, owners: Sequence[Owner]) -> None:
         for seat, pool in self.pools.items():
