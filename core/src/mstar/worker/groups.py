@@ -1,12 +1,14 @@
 """How the processes of a mesh find each other.
 
-They meet over a file in a folder that their executor made: no port is opened for it and no environment variable read.
+They meet over a file in a folder that their executor made: no port is opened for it.
 A process is in one mesh at most, and its processes are the world of ``torch.distributed``.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -42,6 +44,8 @@ def join_meshes(
     store = dist.FileStore(str(meet), len(ranks))  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # all are on this machine, whose own name, which gloo would ask for, may lead nowhere
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(backend, store=store, rank=ranks.index(rank), world_size=len(ranks), timeout=_PATIENCE)
