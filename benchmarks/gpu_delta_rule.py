@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 from common import environment
+from gpu.report import write
 from gpu_attention import copy_bandwidth, seconds, show
 from torch import Tensor
 
@@ -272,17 +272,21 @@ def main() -> int:
         print("this program needs a GPU")
         return 2
     began, facts = time.perf_counter(), environment(("torch", "triton", "flash-linear-attention"))
-    results: dict[str, Any] = {"environment": facts, "chunk": CHUNK, "check": check()}
-    show("against the recurrence in float32", results["check"])
+    results: dict[str, Any] = {"environment": facts, "chunk": CHUNK}
+
+    def done(part: str, title: str, lines: list[dict[str, Any]]) -> None:
+        """What is measured is kept, whatever becomes of the next part."""
+        results[part], results["seconds"] = lines, time.perf_counter() - began
+        show(title, lines)
+        if arguments.out is not None:
+            write(arguments.out, results)
+
+    done("check", "against the recurrence in float32", check())
     wrong = [line for line in results["check"] if not line["right"]]
     if not arguments.check and not wrong:
         bandwidth = results["copy_bandwidth"] = copy_bandwidth()
-        results["decode"], results["prompts"] = time_decode(bandwidth), time_prompts()
-        show("decoding, a layer", results["decode"])
-        show("prompts, a layer", results["prompts"])
-    results["seconds"] = time.perf_counter() - began
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        done("decode", "decoding, a layer", time_decode(bandwidth))
+        done("prompts", "prompts, a layer", time_prompts())
     print(f"{len(wrong)} wrong; {results['seconds']:.0f} s")
     return 1 if wrong else 0
 

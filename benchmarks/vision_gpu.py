@@ -16,7 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,31 +69,32 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
     settings = {"shapes": arguments.shapes, "device": arguments.device, "rounds": ROUNDS}
-    before = environment()
+    found: dict[str, Any] = {"name": "vision_gpu", "environment": environment(), "settings": settings, "results": {}}
     for name in arguments.shapes.split(","):
+        mine = found["results"][name] = {}
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = measure(name, Path(folder), arguments.device)
-        write(arguments.out, {"name": "vision_gpu", "environment": before, "settings": settings, "results": found})
-        show(name, found[name])
+            measure(name, Path(folder), arguments.device, mine, lambda: write(arguments.out, found))
+        show(name, mine)
 
 
-def measure(name: str, folder: Path, device: str) -> dict[str, Any]:
+def measure(name: str, folder: Path, device: str, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Fill *found*, which *save* writes after the check and after each load."""
     shape = replace(SHAPES["tiny"], vision=SHAPES[name].vision)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     publish(shape, folder, device, dtype)
     loads = LOADS["tiny" if name == "tiny" else "real"]
     config = VisionConfig.from_hf(shape.config(400, _IDS)["vision_config"], int(shape.text["hidden_size"]))
     rate = gemm_rate(torch.device(device), 512 if device == "cpu" else 8192)
-    found: dict[str, Any] = {"gemm_flops_per_s": rate, "check": check(folder, device), "loads": {}}
+    found.update(gemm_flops_per_s=rate, check=check(folder, device), loads={})
+    save()
     for load in loads:
         row: dict[str, Any] = {"floor_s": flops(config, load) / rate}
         row["transformers_s"] = transformers_s(folder, shape, load, device, dtype)
         for runner in ("graphs", "eager") if device != "cpu" else ("eager",):
             row[f"{runner}_s"], row[f"{runner}_steps"] = worker_s(folder, load, device, runner)
         found["loads"][load.name] = row
-    return found
+        save()
 
 
 _IDS = dict.fromkeys(("<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"), 0)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from common import environment, table
 from gpu.check import compare
+from gpu.child import failure
 from gpu.engine import GREEDY, Loop
 from gpu.floors import copy_bandwidth, gemm_rate, products_graph
 from gpu.hybrid import SHAPES, HybridShape, publish
@@ -294,7 +295,10 @@ def measure(shape: HybridShape, words: argparse.Namespace, result: dict[str, Any
         _ours(Ours(shape, folder, device, str(dtype).removeprefix("torch.")), folder, words, result, save)
         gc.collect()
         if "peer" in words.parts:
-            result["peer"] = peer(shape, folder, device, dtype)
+            try:
+                result["peer"] = peer(shape, folder, device, dtype)
+            except Exception as error:
+                result["peer"] = failure(error)
             save()
 
 
@@ -311,10 +315,20 @@ def _ours(
     }
     for name, run in runs.items():
         if name in words.parts:
-            result[name] = run()
+            result[name] = _part(ours, run)
             print(f"  {name}: {result[name] if isinstance(result[name], dict) else 'done'}", flush=True)
             save()
     ours.loop.close()
+
+
+def _part(ours: Ours, run: Callable[[], Any]) -> Any:
+    """What *run* measures. One that fails takes no other along, as long as the device answers."""
+    try:
+        return run()
+    except Exception as error:
+        failed = failure(error)
+    ours.loop.cancel_all()
+    return failed
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -336,11 +350,21 @@ def main(given: Sequence[str] | None = None) -> int:
     write(words.out, result)
     for name, found in result["shapes"].items():
         columns = ("batch", "step_ms", "floor_ms", "over_floor", "tokens_per_s", "idle_share")
-        table(f"{name}, decode", found.get("decode", []), columns)
-        table(f"{name}, prefill", found.get("prefill", []), ("tokens", "ms", "tokens_per_s", "of_gemm_rate"))
-        table(f"{name}, transformers", found.get("peer", []), ("batch", "prompts_s", "step_ms", "tokens_per_s"))
-    verdicts = [found.get("check", {}).get("verdict", "right") for found in result["shapes"].values()]
-    return 0 if all(verdict == "right" for verdict in verdicts) else 1
+        table(f"{name}, decode", _rows(found, "decode"), columns)
+        table(f"{name}, prefill", _rows(found, "prefill"), ("tokens", "ms", "tokens_per_s", "of_gemm_rate"))
+        table(f"{name}, transformers", _rows(found, "peer"), ("batch", "prompts_s", "step_ms", "tokens_per_s"))
+    right = all(
+        found.get("check", {"verdict": "right"}).get("verdict") == "right" for found in result["shapes"].values()
+    )
+    parts = [part for found in result["shapes"].values() for part in found.values()]
+    failed = any(isinstance(part, dict) and "failed" in part for part in parts)
+    return 1 if failed or not right else 0
+
+
+def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    """None of a part that was left out or failed."""
+    rows = found.get(part)
+    return rows if isinstance(rows, list) else []
 
 
 if __name__ == "__main__":

@@ -52,3 +52,19 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert 0 < found["turns"]["second_over_first"] < 1
     assert found["images"]["prompt_tokens"] > 16
     assert [row["batch"] for row in found["peer"]] == [1, 3]
+
+
+def test_a_part_that_fails_is_told_and_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = module("vlm_gpu")
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(vlm, "turns", broken)
+    monkeypatch.setattr(vlm, "peer", broken)
+    out = tmp_path / "found.json"
+    words = f"--shapes tiny --device cpu --repeats 1 --parts turns,prefill,peer --out {out}"
+    assert vlm.main(words.split()) == 1
+    found = json.loads(out.read_text())["shapes"]["tiny"]
+    assert found["turns"]["failed"] == found["peer"]["failed"] == "RuntimeError: no kernel"
+    assert [row["tokens"] for row in found["prefill"]] == [32, 96]
