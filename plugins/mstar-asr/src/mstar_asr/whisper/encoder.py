@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mstar.nn.linear import ColumnLinear, QKVLinear, RowLinear
 from mstar.nn.node import Node, Step
+from mstar.nn.windows import attend_windows
 from mstar_asr.whisper.config import WhisperConfig
 from mstar_asr.whisper.features import LogMel
 
@@ -26,7 +27,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """*x*: normed ``[rows, positions, hidden]``."""
         q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        mixed = attend_windows(q, k, v).transpose(1, 2).flatten(2)
         return self.out_proj(mixed)  # type: ignore[no-any-return]
 
 

@@ -1,0 +1,78 @@
+"""Attention within windows: the faster kernel where it is right, and the other one where it is not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mstar.nn import windows
+from mstar.nn.windows import attend_windows
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def parts(rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Views, as of one projection."""
+    q, k, v = torch.randn(rows, 9, 3, 2, 8, generator=torch.Generator().manual_seed(rows)).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, kernel: Attend) -> list[int]:
+    """As if the device had *kernel*; the rows of its calls."""
+    calls: list[int] = []
+
+    def called(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.append(q.shape[0])
+        return kernel(q, k, v)
+
+    monkeypatch.setattr(windows, "_able", lambda q: True)
+    monkeypatch.setattr(windows, "_cudnn", called)
+    monkeypatch.setattr(windows, "_right", {})
+    return calls
+
+
+def test_without_a_gpu_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*given: Tensor) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(windows, "_cudnn", never)
+    q, k, v = (x.to(torch.bfloat16) for x in parts())
+    assert torch.equal(attend_windows(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+def test_a_kernel_that_is_right_is_tried_once_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = offered(monkeypatch, F.scaled_dot_product_attention)
+    for rows in (2, 3):
+        q, k, v = parts(rows)
+        assert torch.equal(attend_windows(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert calls == [1, 2, 3]  # one window for the check
+
+
+def missing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    raise RuntimeError("no execution plan\nsupports it")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (missing, "RuntimeError: no execution plan"),
+        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), "it differs by"),
+        (lambda q, k, v: q * float("nan"), "it differs by nan"),
+    ],
+)
+def test_a_kernel_that_is_not_right_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: Attend, reason: str
+) -> None:
+    calls = offered(monkeypatch, kernel)
+    q, k, v = parts()
+    with caplog.at_level(logging.WARNING, "mstar.nn.windows"):
+        for _ in range(2):
+            assert torch.equal(attend_windows(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert calls == [1]
+    (said,) = caplog.messages
+    assert reason in said
