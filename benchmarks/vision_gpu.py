@@ -88,13 +88,19 @@ def measure(name: str, folder: Path, device: str, found: dict[str, Any], save: C
     rate = gemm_rate(torch.device(device), 512 if device == "cpu" else 8192)
     found.update(gemm_flops_per_s=rate, check=check(folder, device), loads={})
     save()
+    rows = found["loads"]
     for load in loads:
-        row: dict[str, Any] = {"floor_s": flops(config, load) / rate}
-        row["transformers_s"] = transformers_s(folder, shape, load, device, dtype)
-        for runner in ("graphs", "eager") if device != "cpu" else ("eager",):
-            row[f"{runner}_s"], row[f"{runner}_steps"] = worker_s(folder, load, device, runner)
-        found["loads"][load.name] = row
+        rows[load.name] = {"floor_s": flops(config, load) / rate}
+        rows[load.name]["transformers_s"] = transformers_s(folder, shape, load, device, dtype)
         save()
+    for runner in ("graphs", "eager") if device != "cpu" else ("eager",):
+        driver, rng = driven(folder, device, runner), np.random.default_rng(1)
+        for load in loads:
+            rows[load.name] |= dict(zip((f"{runner}_s", f"{runner}_steps"), worker_s(driver, load, rng), strict=True))
+            save()
+        driver.worker.close()
+        del driver
+        gc.collect()
 
 
 _IDS = dict.fromkeys(("<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"), 0)
@@ -186,27 +192,25 @@ def driven(folder: Path, device: str, runner: str, **overrides: Any) -> Driver:
     )
 
 
-def worker_s(folder: Path, load: Load, device: str, runner: str) -> tuple[float, float]:
-    """Seconds of a round through a worker, the median, and steps of the encoder in each."""
-    driver = driven(folder, device, runner)
-    rng, seconds = np.random.default_rng(1), []
+def worker_s(driver: Driver, load: Load, rng: np.random.Generator) -> tuple[float, float]:
+    """Seconds of a round through *driver*'s worker, the median, and steps of the encoder in each."""
+    seconds, before = [], _encoder_steps(driver)
     for turn in range(WARM + ROUNDS):
         prepared = []
         for i in range(load.requests):
             pixels = rng.integers(0, 256, (load.pictures, load.side, load.side, 3), dtype=np.uint8)
             example = Example("x", {"max_tokens": 1, "temperature": 0.0}, parts=tuple(map(Image, pixels)))
-            prepared.append((driver.prepare(f"{turn}-{i}", example), example))
+            prepared.append((driver.prepare(f"{load.name} {turn}-{i}", example), example))
         began = time.perf_counter()
         for request, example in prepared:
             driver.submit_prepared(request, example)
         driver.run()
         seconds.append(time.perf_counter() - began)
-    entries = driver.worker.status()["entries"]
-    steps = sum(entry["steps"] for entry in entries if entry["node"] == "encoder") / (WARM + ROUNDS)
-    driver.worker.close()
-    del driver
-    gc.collect()
-    return statistics.median(seconds[WARM:]), steps
+    return statistics.median(seconds[WARM:]), (_encoder_steps(driver) - before) / (WARM + ROUNDS)
+
+
+def _encoder_steps(driver: Driver) -> int:
+    return sum(entry["steps"] for entry in driver.worker.status()["entries"] if entry["node"] == "encoder")
 
 
 def transformers_s(folder: Path, shape: HybridShape, load: Load, device: str, dtype: torch.dtype) -> float:

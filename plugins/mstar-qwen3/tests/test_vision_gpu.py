@@ -57,9 +57,10 @@ def test_captured_steps_say_what_plain_steps_say(qwen3: Registry, folders: dict[
     runner: Any = captured.worker.engine.runner
     assert not runner.faults
     assert ("encoder", "forward") in {key[:2] for key in runner._lanes}
-    assert rounds == [rounds[0]] * ROUNDS
-    same = sum(a == b for got, want in zip(rounds[0], wanted, strict=True) for a, b in zip(got, want, strict=True))
-    assert same >= 12  # of 16: padded products may round otherwise
+    assert rounds[1:] == [rounds[1]] * (ROUNDS - 1)  # the first one's steps were not captured yet
+    for answer in rounds[:2]:
+        same = sum(a == b for got, want in zip(answer, wanted, strict=True) for a, b in zip(got, want, strict=True))
+        assert same >= 12  # of 16: padded products may round otherwise
     captured.assert_empty()
 
 
