@@ -1,6 +1,6 @@
 """Qwen3.5's vision tower on a GPU: right beside transformers, then pictures a second beside what the device allows.
 
-    python benchmarks/vision_gpu.py --out FILE.json                             # the towers of 4B and 9B
+    python benchmarks/vision_gpu.py --out FILE.json                             # the towers of 4B and 9B: five minutes
     python benchmarks/vision_gpu.py --shapes tiny --device cpu --out FILE.json  # does it work? no figures
 
 Random weights at the published shapes of the tower, before a language model that costs next to nothing. Pictures are

@@ -1,6 +1,8 @@
 """Qwen3.5 on a GPU: the hybrid language model and its vision tower against what the device allows, and transformers.
 
-    python benchmarks/vlm_gpu.py --out FILE.json                                 # the 4B and the 9B shapes
+    python benchmarks/vlm_gpu.py --shapes 4b --out FILE.json                     # four minutes
+    python benchmarks/vlm_gpu.py --shapes 9b --out OTHER.json                    # six, and 18 GB of temporary files
+    python benchmarks/vlm_gpu.py --shapes 9b --parts check,decode --out FILE.json
     python benchmarks/vlm_gpu.py --shapes tiny --device cpu --out FILE.json      # does it work? no figures
 
 Random weights at published shapes. ``check`` comes first: greedy answers to texts and to a picture against float32, by
@@ -333,7 +335,7 @@ def _part(ours: Ours, run: Callable[[], Any]) -> Any:
 
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="4b,9b", help="of " + ", ".join(SHAPES))
+    parser.add_argument("--shapes", default="4b", help="of " + ", ".join(SHAPES))
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5)

@@ -76,3 +76,24 @@ def test_a_kernel_that_is_not_right_is_not_used(
     assert calls == [1]
     (said,) = caplog.messages
     assert reason in said
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="there is no such GPU"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_a_capture_holds_what_plain_calls_found_right(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(windows, "_right", {})
+    fused = torch.randn(3, 1500, 3, 4, 64, device="cuda").to(dtype)
+    attend_windows(*fused.permute(2, 0, 3, 1, 4))
+    assert list(windows._right.values()) == [True]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = attend_windows(*fused.permute(2, 0, 3, 1, 4))
+    fused.normal_()
+    graph.replay()
+    exact = F.scaled_dot_product_attention(*fused.float().permute(2, 0, 3, 1, 4))
+    assert (got.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
