@@ -41,7 +41,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 BOUND = {"cuda": 1e-3, "cpu": 1e-4}
 """Of streamed sound against the whole in float32, of its deviation: other shapes take other kernels, and on a GPU some
 of them transform their inputs (Winograd). A piece that is joined wrongly differs by some tenths."""
-ROUNDED = 0.1
+ROUNDED = 0.3
 """Of sound with TensorFloat-32, whose factors have 11 bits, against float32, of its norm."""
 NAMES = ("done", "lead", "kv", "tail")
 

@@ -15,7 +15,7 @@ __all__ = ["check"]
 
 TOLERANCE = 2e-2
 """Relative, of the same sound made twice."""
-EXACT, ROUNDED = 2e-3, 1e-1
+EXACT, ROUNDED = 2e-3, 0.3
 """Relative, of a codec's sound against the CPU's: in float32, where a fault shows; and with TensorFloat-32, whose ten
 bits a network of random weights makes more of than a trained one."""
 
