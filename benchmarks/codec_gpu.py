@@ -5,7 +5,8 @@
 
 Random weights at the published sizes, float32. *Right*: frames in pieces of 1, 3, 8, 16, 25 against the same frames as
 one piece, a row alone against the row among others, and each Triton kernel against plain torch; a difference above the
-bound ends the program with status 1 before anything is measured. *Measured*: a step of C new frames for R rows, as one
+bound ends the program with status 1 before anything is measured. That is in float32, where a fault shows; how far
+TensorFloat-32 is from it is written down. *Measured*: a step of C new frames for R rows, as one
 CUDA graph with its state read and written in place: seconds, seconds of sound a second, and the share of the floor,
 which is the larger of the weights' bytes at copy bandwidth and the products at a large product's rate (of the precision
 that convolutions use: TensorFloat-32 unless ``--no-tf32``). ``--watermark`` adds AudioSeal's generator.
@@ -37,9 +38,11 @@ from mstar_tts.watermark.audioseal import Generator
 
 RAMP = (1, 3, 8, 16, 25)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-BOUND = {True: 2e-2, False: 1e-4}
-"""Of streamed sound against the whole, of its deviation: with TensorFloat-32, whose products round to 11 bits, other
-shapes take other kernels and sums of other orders; and in float32."""
+BOUND = {"cuda": 1e-3, "cpu": 1e-4}
+"""Of streamed sound against the whole in float32, of its deviation: other shapes take other kernels, and on a GPU some
+of them transform their inputs (Winograd). A piece that is joined wrongly differs by some tenths."""
+ROUNDED = 0.3
+"""Of sound with TensorFloat-32, whose factors have 11 bits, against float32, of its norm."""
 NAMES = ("done", "lead", "kv", "tail")
 
 
@@ -87,8 +90,12 @@ def streamed(decoder: CodecDecoder, codes: Tensor, sizes: Sequence[int]) -> Tens
 
 
 def check(decoder: CodecDecoder, config: CodecConfig, device: str, tf32: bool) -> dict[str, float]:
-    """Differences, of the sound's deviation. Raises SystemExit where one is above its bound."""
+    """Differences, of the sound's deviation; with *tf32* also its own, of the norm.
+
+    :raises SystemExit: one is above its bound.
+    """
     codes = drawn(config, 3, 150, device)
+    precision(False)
     whole = streamed(decoder, codes, ())
     scale = whole.std().item()
     x = torch.randn(3, 8, 4001, device=device) * 3
@@ -98,11 +105,20 @@ def check(decoder: CodecDecoder, config: CodecConfig, device: str, tf32: bool) -
         "alone": (streamed(decoder, codes[1:2], RAMP) - streamed(decoder, codes, RAMP)[1:2]).abs().max().item() / scale,
         "snake": (codec_ops.snake(x, turns, gains) - codec_ops.plain_snake(x, turns, gains)).abs().max().item(),
     }
-    bounds = {"streamed": BOUND[tf32], "alone": BOUND[tf32], "snake": 1e-5}
+    bounds = {"streamed": BOUND[device], "alone": BOUND[device], "snake": 1e-5}
+    precision(tf32)
+    if tf32:
+        found["rounded"] = ((streamed(decoder, codes, RAMP) - whole).norm() / whole.norm()).item()
+        bounds["rounded"] = ROUNDED
     wrong = [f"{name}: {value:.2e} > {bounds[name]:.0e}" for name, value in found.items() if not value <= bounds[name]]
     if wrong or not scale > 0.01:
         raise SystemExit("wrong: " + ", ".join(wrong or [f"hardly any sound ({scale:.1e})"]))
     return found
+
+
+def precision(tf32: bool) -> None:
+    """Of convolutions and products from now on."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def flops(decoder: CodecDecoder, frames: int) -> float:
@@ -147,6 +163,7 @@ def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None
     if device.type != "cuda":
         return run
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             run()
@@ -186,7 +203,6 @@ def main() -> None:
     parser.add_argument("--watermark", action="store_true", help="AudioSeal's generator too")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a step (default 1 to 64)")
     given = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not given.no_tf32
     device, tf32 = given.device, given.device == "cuda" and not given.no_tf32
     config = CodecConfig.read(CODEC) if given.tiny else published()
     with torch.inference_mode():
@@ -218,6 +234,8 @@ def main() -> None:
                     row["mark_s"] = seconds(run, device, 2 if small else 20)
                 result["rows"].append(row)
                 write(given.out, result)
+                if device == "cuda":
+                    torch.cuda.empty_cache()  # what the graph held
     shown = [{**row, **{k[:-2] + "_ms": 1e3 * v for k, v in row.items() if k.endswith("_s")}} for row in result["rows"]]
     marks = ["mark_ms"] if given.watermark else []
     table("codec steps", shown, ["rows", "frames", "step_ms", "floor_ms", "of_floor", "audio_s_per_s", *marks])

@@ -15,10 +15,10 @@ Parts: ``check`` (what is measured is right: the codec's captured windows agains
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import importlib.util
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def options_of(family: Family, streams: Sequence[int], seconds: float, device: s
     }
     if family.parts and not small:
         tokens = int((PROMPT + 64 + family.steps_per_s * (seconds + 1)) * (most + 8))
+        tokens = max(tokens, family.options["max_tokens"])  # there is always room for the longest request
         found["resources"] = {"kv": {"tokens": -(-tokens // 256) * 256}}
         found["model_kwargs"] = dict(family.options)
     return found
@@ -80,11 +81,19 @@ def measure(family: Family, words: argparse.Namespace, result: dict[str, Any], s
                 if floor is not None:
                     row["of_floor"] = row["steady"]["audio_s_per_s"] / floor
                 rows.append(row)
+                result["captured"] = captured(speaker)
                 print(f"  {count} streams: {summary(row)}", flush=True)
                 save()
         finally:
             speaker.close()
     _free()
+
+
+def captured(speaker: Speaker) -> dict[str, Any]:
+    """How many graphs there are, and which steps run without one, and why."""
+    runner: Any = speaker.worker.engine.runner
+    faults = {str(key[:4]): reason for key, reason in getattr(runner, "faults", {}).items()}
+    return {**runner.status(), "without": faults}
 
 
 def summary(row: dict[str, Any]) -> dict[str, float]:
@@ -130,13 +139,22 @@ def main() -> None:
             found["skipped"] = f"mstar_tts has no {name}"
             continue
         family = tiny(FAMILIES[name]) if words.tiny else FAMILIES[name]
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             measure(family, words, found, lambda: write(words.out, result))
-    write(words.out, result)
+        except Exception as error:  # the others are measured all the same
+            traceback.print_exc()
+            found["failed"] = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            found["failed"] = "interrupted"
+        _free()
+        write(words.out, result)
     for name, found in result["families"].items():
         rows = [summary(row) for row in found.get("rows", [])]
         if rows:
             table(f"{name}, {words.device}", rows, list(rows[0]))
+    failed = [f"{name}: {found['failed']}" for name, found in result["families"].items() if "failed" in found]
+    if failed:
+        raise SystemExit("; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Family:
     :param write: makes the folder that it is loaded from, at the published shape. :param edit: called with each drawn
         parameter (node, name, tensor) of a model whose weights are drawn on the device; ``None``: the folder has them.
     :param text: what a request says; *seconds* is for the models that are told how long to go on.
+    :param options: ``model_kwargs``; a language model's with ``max_tokens``.
     :param knobs: of a request of so many seconds. :param streams: how many at once are measured.
     :param floor: (products of a step, how often, what a second of sound takes of them), see :mod:`speech.floors`.
     """
@@ -244,6 +245,7 @@ FAMILIES: dict[str, Family] = {
         # the last one ends the answer and makes no sound
         lambda seconds: {"ignore_eos": True, "max_new_tokens": math.ceil(seconds * 12.5) + 1},
         _qwen3_like,
+        options={"max_tokens": 4096},
         parts=((_TALKER, 1), (_PREDICTOR, 15)),
         steps_per_s=12.5,
     ),

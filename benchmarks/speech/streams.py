@@ -25,7 +25,7 @@ from mstar.spec.request import Done, Emit, Failed
 from mstar.spec.tasks import SpeechTask
 from speech.families import Family
 
-__all__ = ["Heard", "Speaker", "playback", "run_streams"]
+__all__ = ["Heard", "Speaker", "playback", "run_streams", "until"]
 
 RATE = 24_000
 
@@ -141,8 +141,8 @@ def run_streams(speaker: Speaker, streams: int, seconds: float, rounds: int) -> 
     """*streams* listeners at once: first all come together (``burst``), then each, having begun at a time of its own,
     asks again as soon as it has heard its answer, *rounds* times (``steady``)."""
     burst = [speaker.speak(seconds) for _ in range(streams)]
-    _until(speaker, burst)
-    began = time.perf_counter()
+    until(speaker, burst)
+    began = last = time.perf_counter()
     spread = max(h.ended - h.asked for h in burst) / streams
     answers: list[list[Heard]] = [[] for _ in range(streams)]
     while any(len(own) < rounds + 1 or speaker.busy(own[-1]) for own in answers):
@@ -151,7 +151,11 @@ def run_streams(speaker: Speaker, streams: int, seconds: float, rounds: int) -> 
             due = began + number * spread
             if (not own and now >= due) or (own and len(own) <= rounds and not speaker.busy(own[-1])):
                 own.append(speaker.speak(seconds))
-        if not speaker.step() and not speaker.heard:
+        if speaker.step() or not speaker.heard:
+            last = time.perf_counter()
+        elif now - last > STALLED_S:
+            raise EngineError(_stalled(speaker))
+        if not speaker.heard:
             time.sleep(1e-4)  # nobody has come yet
     steady = [heard for own in answers for heard in own[1:]]
     faults = {heard.fault for heard in (*burst, *steady)} - {None}
@@ -160,13 +164,21 @@ def run_streams(speaker: Speaker, streams: int, seconds: float, rounds: int) -> 
     return {"streams": streams, "burst": _figures(burst), "steady": _figures(steady)}
 
 
-def _until(speaker: Speaker, answers: Sequence[Heard]) -> None:
+def until(speaker: Speaker, answers: Sequence[Heard]) -> None:
+    """Step until all *answers* have been heard.
+
+    :raises EngineError: nothing is heard any more.
+    """
     last = time.monotonic()
     while any(speaker.busy(heard) for heard in answers):
         if speaker.step():
             last = time.monotonic()
         elif time.monotonic() - last > STALLED_S:
-            raise EngineError(f"no sound for {STALLED_S:.0f} s; the worker says {speaker.worker.status()}")
+            raise EngineError(_stalled(speaker))
+
+
+def _stalled(speaker: Speaker) -> str:
+    return f"no sound for {STALLED_S:.0f} s; the worker says {speaker.worker.status()}"
 
 
 def _figures(answers: Sequence[Heard]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mstar.nn.ops import cpu_kernels_fault
 from mstar_tts.kokoro import ops
 from mstar_tts.kokoro.layers import BiLSTM, Conv, Upsample, keep
+from mstar_tts.kokoro.prosody import align
 from mstar_tts.kokoro.spectrum import Spectrum
 from mstar_tts.noise import normal
 
@@ -131,3 +132,11 @@ def test_noise_is_normal_and_follows_from_key_and_place() -> None:
     correlations: Tensor = torch.corrcoef(torch.cat([drawn, drawn.roll(1, 1)]))
     assert (correlations - torch.eye(6)).abs().max() < 0.02
     assert torch.equal(normal(keys[1:2], 100)[0], drawn[1, :100])
+
+
+def test_aligning_does_not_ask_the_device() -> None:
+    """How many frames there are is said; a device without numbers could not tell."""
+    features, frames = torch.randn(3, 2), torch.tensor([2, 0, 1])
+    spread = align(features, frames, 3, 5)
+    assert torch.equal(spread, torch.stack([features[0], features[0], features[2], *torch.zeros(2, 2)]))
+    assert align(features.to("meta"), frames.to("meta"), 3, 5).shape == (5, 2)

@@ -49,11 +49,12 @@ def test_captured_from_the_first_request_on(driver: Driver) -> None:
 
 
 @torch.inference_mode()
-def test_the_codec_is_the_cpus(driver: Driver) -> None:
+def test_the_codec_is_the_cpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # random weights make much of ten bits
     codec: Any = driver.worker.engine.nodes["codec"]
     first = torch.tensor([start for start, _ in codec.tokens.ranges] * 4)
     codes = first + torch.randint(0, codec.tokens.codes, (3, 28), generator=torch.Generator().manual_seed(3))
     told = [torch.tensor(values) for values in ([7, 7, 0], [5, -9, 77], [0, 700, 0])]
     here = codec(None, codes.cuda(), *(value.cuda() for value in told))["samples"].cpu()
     there = copy.deepcopy(codec).cpu()(None, codes, *told)["samples"]
-    assert (here - there).norm() / there.norm() < 0.02  # TensorFloat-32
+    assert (here - there).norm() / there.norm() < 2e-3

@@ -65,11 +65,14 @@ class TextHalf(Node):
         """
         ends = [torch.minimum(row.cumsum(0), limit) for row, limit in zip(durations, most, strict=True)]
         frames = torch.stack([end[-1] for end in ends])
-        lengths = [bucket(count, self.buckets) for count in frames.tolist()]
+        counts = frames.tolist()
+        lengths = [bucket(count, self.buckets) for count in counts]
         if self.together:
             lengths = [max(lengths)] * len(lengths)
         heard = [end.diff(prepend=end.new_zeros(1)) for end in ends]
-        spread = [[align(*row) for row in zip(features, heard, lengths, strict=True)] for features in (prosody, text)]
+        spread = [
+            [align(*row) for row in zip(features, heard, counts, lengths, strict=True)] for features in (prosody, text)
+        ]
         return {"prosody_frames": spread[0], "text_frames": spread[1], "frames": frames}
 
 

@@ -67,11 +67,11 @@ class Durations(nn.Module):
         return features, keep(frames, lengths)
 
 
-def align(features: Tensor, frames: Tensor, length: int) -> Tensor:
-    """Of one row: each phoneme's *features* ``[T, channels]`` repeated for its *frames* (int64 ``[T]``, *length* or
-    fewer in all). Returns ``[length, channels]``, zero beyond the frames."""
-    spoken = features.repeat_interleave(frames, 0)
-    return torch.cat([spoken, spoken.new_zeros(length - len(spoken), spoken.shape[1])])
+def align(features: Tensor, frames: Tensor, total: int, length: int) -> Tensor:
+    """Of one row: each phoneme's *features* ``[T, channels]`` repeated for its *frames* (int64 ``[T]``, *total* in all:
+    a device that has to say it first would be waited for). Returns ``[length, channels]``, zero beyond the frames."""
+    spoken = features.repeat_interleave(frames, 0, output_size=total)
+    return torch.cat([spoken, spoken.new_zeros(length - total, spoken.shape[1])])
 
 
 class PitchAndEnergy(nn.Module):

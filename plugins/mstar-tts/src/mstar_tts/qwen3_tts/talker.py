@@ -69,10 +69,11 @@ class Talker(Node):
         :param queue: int64, of all requests one after the other: text ids, one for each frame. :param prompt_length:
             int64 ``[rows]``. :param voice: ``[rows, hidden]``.
         """
-        lengths = list(step.lengths)
-        padded = [F.pad(row, (0, self.queue - len(row))) for row in torch.split(queue, lengths)]
-        step["text"].write("queue", torch.stack(padded))
-        step["text"].write("sizes", torch.stack((prompt_length, queue.new_tensor(lengths)), 1))
+        sizes = step.offsets.diff()
+        at = torch.arange(self.queue, device=queue.device)
+        places = torch.where(at < sizes.unsqueeze(1), step.offsets[:-1].unsqueeze(1) + at, queue.shape[0])
+        step["text"].write("queue", F.pad(queue, (0, 1))[places])  # behind a row's own there are zeros
+        step["text"].write("sizes", torch.stack((prompt_length, sizes), 1))
         if voice is not None:
             step["text"].write("voice", voice)
         return {}
