@@ -127,16 +127,22 @@ class Follower:
         self._inbox.append(message)
 
     def step(self) -> bool:
-        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do."""
+        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
         if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
         if self._inbox and len(self._flights) < _AHEAD:
             self._do(self._inbox.popleft())
             return True
-        if self._flights:
+        if self._flights and (self._inbox or self._due()):
             self._land()
             return True
         return False
+
+    def _due(self) -> bool:
+        """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
+        computed, and is to be launched by then."""
+        message, flights, _ = self._flights[0]
+        return message.answers or all(map(self.engine.arrived, flights))
 
     def _do(self, message: ToRank) -> None:
         match message:
@@ -293,6 +299,8 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
+        if self._flights:
+            return time.monotonic()  # it is looked at again soon, or at once when the next step comes
         return min(self._doubts.values(), default=None)
 
     def events(self) -> list[Event]:
