@@ -10,8 +10,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mstar.cluster.base import Phase, WorkerConfig
@@ -24,6 +26,7 @@ from mstar.graph.values import Ref
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.base import Row as ResourceRow
+from mstar.resources.staging import Late
 from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
@@ -219,6 +222,8 @@ class Follower:
                     w.call.done += w.tokens
                     w.call.chunks += 1
             first += len(flight.work)
+        if message.answers:
+            self._fetch(message, flights)
         for w, row in zip(work, message.rows, strict=True):
             if not w.complete:
                 self._requests[row.request].partly[row.op] = w.call
@@ -243,6 +248,18 @@ class Follower:
         """Name the step's outputs as rank 0 does."""
         for key, ref in self.routing.bases(step, first, flight):
             self._bases[key] = _Base(ref.base)
+
+    def _fetch(self, message: Run, flights: list[Flight]) -> None:
+        """Have what rank 0 wants of the step come to the host behind it, and not behind the step after it."""
+        leaving = self.routing.leaving_of(row.op for row in message.rows)
+        on_the_way: dict[int, Late] = {}
+        results = [r for flight in flights if flight.outcome is not None for r in flight.outcome.results]
+        with torch.inference_mode():
+            for port, ref in chain.from_iterable((result.outputs or {}).items() for result in results):
+                if port in leaving and ref.late is None:
+                    if id(ref.base) not in on_the_way:
+                        on_the_way[id(ref.base)] = Late(ref.base)
+                    ref.late = on_the_way[id(ref.base)]
 
     def _land(self) -> None:
         message, flights, began = self._flights.popleft()
