@@ -31,6 +31,8 @@ __all__ = ["main", "run_part"]
 PARTS = ("check", "sums", "decode", "replicas", "transfer")
 SHAPES = ("llama-3.2-3b", "qwen3-8b")
 LIMIT_S = 240.0
+ALL_S = 480.0
+"""Seconds for one part, and for all together: what has not begun by then is left out."""
 PACKAGES = ("torch", "triton", "flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "mstar-core")
 
 
@@ -110,16 +112,24 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     args = parser.parse_args()
     asked = args.parts.split(",")
+    if args.ranks < 2:
+        parser.error("--ranks: at least 2, a GPU each")
     if strange := set(asked) - set(PARTS):
         parser.error(f"no parts {', '.join(sorted(strange))}; there are {', '.join(PARTS)}")
     shapes = tuple(args.shapes.split(","))
     content: dict[str, Any] = {"environment": environment(PACKAGES), "ranks": args.ranks, "results": {}}
     content["symmetric_bytes"] = args.symmetric_bytes
+    until = time.monotonic() + ALL_S
     with tempfile.TemporaryDirectory(prefix="mstar-checkpoints-") as temporary:
         folder = args.folder or Path(temporary)
         for part in [part for part in PARTS if part in asked or part == "check"]:
-            sent = args.symmetric_bytes
-            result = content["results"][part] = run_part(part, shapes, args.device, args.ranks, folder, sent)
+            left = until - time.monotonic()
+            if left <= 0:
+                result = {"failed": f"nothing is begun after {ALL_S:.0f} s"}
+            else:
+                limit, sent = min(LIMIT_S, left), args.symmetric_bytes
+                result = run_part(part, shapes, args.device, args.ranks, folder, sent, limit)
+            content["results"][part] = result
             args.out.write_text(json.dumps(content, indent=2) + "\n")
             _show(part, result)
             if part == "check" and "failed" in result:

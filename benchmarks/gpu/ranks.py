@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -267,9 +269,19 @@ def main() -> None:
                 found = PARTS[part](ranks)
             except Exception as error:  # the others wait for this rank: nothing more can be measured here
                 print(json.dumps({"part": part, "rank": job.rank, "result": failure(error)}), file=out, flush=True)
-                raise
+                traceback.print_exc()
+                _leave(1)
             if job.rank == 0:
                 print(json.dumps({"part": part, "rank": 0, "result": found}), file=out, flush=True)
+    ranks.meet()  # nobody's memory goes while another rank may still read it
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End at once: to take NCCL's groups apart takes long, or hangs where a rank has failed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from test_processes import arena_root, lives
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.choice import processes
 from mstar.cluster.ranks import RanksExecutor
+from mstar.cluster.shm import Arena
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
 from mstar.runtime.deployment_files import packaged_deployment
@@ -328,11 +330,34 @@ async def test_a_mesh_without_rank_0_serves_and_starts_again_alone(arena_root: P
         after = ranks.executor.pids
         assert after[0] == before[0]
         assert not {before[1], before[2]} & {*after.values()}
+        (place,) = arena_root.rglob("mesh-1-2")  # of this start: backends look there when they connect later
+        assert place.is_file()
         for name, example in cases.items():
             ranks.submit(f"again-{name}", example)
         for name, example in cases.items():
             await ranks.assert_right(f"again-{name}", example)
         await ranks.assert_idle()
+    assert list(arena_root.iterdir()) == []
+
+
+async def test_what_the_machine_refuses_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running("mini_seq2seq", placement=APART["mini_seq2seq"]) as ranks:
+        create, refused = Arena.create, list[int]()
+
+        def full(root: Path | None = None) -> Arena:
+            if refused:
+                refused.pop()
+                raise OSError(errno.ENOSPC, "no space")
+            return create(root)
+
+        monkeypatch.setattr(Arena, "create", full)
+        for number in (1, 0):
+            refused.append(number)
+            os.kill(ranks.executor.pids[number], signal.SIGKILL)
+            await ranks.until(lambda: "no space" in ranks.executor.phase.detail)
+            await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        example = ranks.submit_text("r", "again")
+        await ranks.assert_right("r", example)
     assert list(arena_root.iterdir()) == []
 
 

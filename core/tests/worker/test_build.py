@@ -51,6 +51,20 @@ def test_a_machine_without_memory_is_told_the_numbers(key: str, monkeypatch: pyt
         Driver(miniature(key))
 
 
+def test_a_rank_works_on_the_device_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+
+    def choose(device: torch.device) -> None:
+        chosen.append(device)
+        raise SetupError("as far as one gets without a GPU")
+
+    monkeypatch.setattr(build, "rank_device", lambda config: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    with pytest.raises(SetupError, match="as far as one gets"):
+        Driver(miniature("mini_chat"))
+    assert chosen == [torch.device("cuda", 1)]
+
+
 def test_a_pool_without_a_size_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "free_memory", lambda device: 4 * MIB)
     resource = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 
+from mstar.graph.values import Ref
 from mstar.registry import Registry
 from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import MINIATURES, Miniature, miniature
 from mstar.testing.rank_drive import RankDriver
-from mstar.worker.messages import Open, Run
+from mstar.worker.messages import Contents, Open, Run
 
 from .test_miniatures import assert_right, examples
 
@@ -125,6 +130,30 @@ def test_what_a_rank_made_comes_back_as_a_name(registry: Registry) -> None:
     assert [len(step.values) for step in steps] == [1, 1] + [0] * (len(steps) - 2)  # the memory, the start
 
 
+def test_a_rank_of_a_mesh_waits_for_the_next_step_and_not_for_the_device(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mini = miniature("mini_seq2seq")
+    driver = RankDriver(mini, registry, placement={"encoder": 0, "decoder": 1})
+    follower = driver.wires[1].follower
+    held: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(follower, "take", held.append)
+        driver.submit("r", mini.example(random.Random(4)))
+        driver.run(until=lambda: bool(held) and isinstance(held[-1], Run))
+    monkeypatch.setattr(follower.engine, "arrived", lambda flight: False)
+    for message in held:
+        follower.take(msgspec.structs.replace(message, answers=False) if isinstance(message, Run) else message)
+        assert follower.step()
+    assert not follower.step()  # free to take what comes
+    deadline = follower.next_deadline()
+    assert deadline is not None
+    assert deadline <= time.monotonic()
+    monkeypatch.undo()
+    assert follower.step()
+    assert follower.next_deadline() is None
+
+
 @pytest.mark.parametrize("mini", MOVING, ids=lambda m: m.key)
 def test_each_node_twice(mini: Miniature, registry: Registry) -> None:
     """Requests are shared out between two copies of every node, with steps of few tokens."""
@@ -173,6 +202,56 @@ def test_sessions_and_siblings_stay_on_their_seat(registry: Registry) -> None:
     assert len(driver.worker.sessions) == 1
     driver.start(1)
     driver.assert_empty()
+
+
+def test_who_waits_while_a_rank_is_dead_is_served_by_the_next_one(registry: Registry) -> None:
+    """What the books of the dead one would have held for it, the new one knows nothing of."""
+    mini = miniature("mini_tts")
+    driver = RankDriver(mini, registry, seed=4, placement={"lm": 1, "codec": 0})
+    driver.kill(1)
+    cases = examples(mini, 2, seed=14)
+    for name, example in cases.items():
+        driver.submit(name, example)
+    driver.worker.step()
+    driver.start(1)
+    driver.run()
+    for name, example in cases.items():
+        assert_right(mini, example, dict(driver.result(name)))
+    driver.assert_empty()
+
+
+def test_a_session_whose_state_has_died_does_not_go_on_without_it(registry: Registry) -> None:
+    mini = miniature("mini_rollout")
+    driver = RankDriver(mini, registry, placement={"world": [0, 1]})
+    for name in ("before0", "before1", "then0", "then1"):
+        prepared = driver.prepare(name, mini.example(random.Random(1)))
+        prepared.request.session = f"s{name[-1]}"
+        driver.worker.submit(prepared.request)
+        if "before" in name:
+            driver.run()
+    driver.kill(1)
+    driver.run()
+    ends = [driver.ended["then0"], driver.ended["then1"]]
+    (failed,) = [end for end in ends if isinstance(end, Failed)]
+    assert (failed.status, failed.code) == (503, "worker_died")
+    assert len(driver.worker.sessions) == 1
+    driver.start(1)
+    driver.assert_empty()
+
+
+def test_what_a_dead_rank_had_is_sent_to_the_next_one(registry: Registry) -> None:
+    ranks = RankDriver(miniature("mini_tts"), registry, placement={"lm": 0, "codec": 1}).worker.ranks
+    assert ranks is not None
+    value, sent = Ref.whole(torch.arange(3)), list[Contents]()
+    first = ranks._given(value, 1, ranks._links[1], sent)
+    assert ranks._given(value, 1, ranks._links[1], sent) == first  # by its name alone
+    assert len(sent) == 1
+    peer, facts = ranks._links[1].peer, {"capacities": {}}
+    ranks.lost(1)
+    ranks.link(1, peer, facts)
+    again = ranks._given(value, 1, ranks._links[1], sent)
+    assert [contents.key for contents in sent] == [first.key, again.key]
+    assert again.key != first.key
 
 
 def test_a_copy_of_a_node_dies_and_the_other_serves_on(registry: Registry) -> None:

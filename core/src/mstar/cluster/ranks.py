@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -83,6 +84,7 @@ class RanksExecutor(ProcessesExecutor):
         self._ranks: dict[int, _Rank] = {}
         self._meetings: Arena | None = None
         self._met = 0  # meetings so far: each start of a mesh has a folder of its own
+        self._places: dict[tuple[int, ...], Path] = {}  # ranks that meet → where they do, for as long as they live
         self._mending: dict[tuple[int, ...], asyncio.Task[None]] = {}
         self._mended = asyncio.Event()
         self._gang_failures = 0  # in a row
@@ -120,7 +122,6 @@ class RanksExecutor(ProcessesExecutor):
     async def _launch(self) -> None:
         self._last_words = ""
         self._set_phase(Phase(name="starting"))
-        self._meetings = Arena.create()
         try:
             await self._start(tuple(range(self._size)))
         except BaseException:
@@ -141,11 +142,11 @@ class RanksExecutor(ProcessesExecutor):
     async def _start(self, numbers: tuple[int, ...]) -> None:
         """Start the ranks *numbers* and wait until they are ready. Raises SetupError; who lives then is the caller's to
         stop."""
-        assert self._meetings is not None
-        self._met += 1
-        meeting = self._meetings.path / str(self._met)
-        meeting.mkdir()
-        started = [self._start_rank(number, str(meeting)) for number in numbers]
+        try:
+            places = {gang: self._meeting_place(gang) for gang in dict.fromkeys(map(self._layout.gang, numbers))}
+            started = [self._start_rank(number, str(places[self._layout.gang(number)])) for number in numbers]
+        except OSError as error:  # no memory, no descriptors, no space: may pass, so a restart tries again
+            raise SetupError(f"the ranks of {self.config.key!r} cannot be started: {error}") from error
         ready = [asyncio.ensure_future(rank.ready.wait()) for rank in started]
         exits = [asyncio.ensure_future(self._exit_of(rank)) for rank in started]
         try:
@@ -162,7 +163,18 @@ class RanksExecutor(ProcessesExecutor):
             for task in (*ready, *exits):
                 task.cancel()
             await asyncio.gather(everyone, *exits, return_exceptions=True)
-            shutil.rmtree(meeting, ignore_errors=True)  # they have met
+
+    def _meeting_place(self, gang: tuple[int, ...]) -> Path:
+        """A new folder for *gang* to meet in, instead of the one that it had before it died."""
+        if self._meetings is None:
+            self._meetings = Arena.create()
+        before = self._places.pop(gang, None)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+        self._met += 1
+        place = self._places[gang] = self._meetings.path / str(self._met)
+        place.mkdir()
+        return place
 
     def _start_rank(self, number: int, meeting: str) -> _Rank:
         link = Arena.create() if number else None
@@ -171,10 +183,7 @@ class RanksExecutor(ProcessesExecutor):
         factory = self.follower_factory if number else self.worker_factory
         deliver = partial(self._receive_of, rank)
         path = None if link is None else str(link.path)
-        try:
-            rank.child = launch(config, factory, self.registry_factory, self._tick_s, deliver, path)
-        except OSError as error:
-            raise SetupError(f"rank {number} of {self.config.key!r} cannot be started: {error}") from error
+        rank.child = launch(config, factory, self.registry_factory, self._tick_s, deliver, path)
         return rank
 
     async def _exit_of(self, rank: _Rank) -> None:
@@ -199,6 +208,7 @@ class RanksExecutor(ProcessesExecutor):
         if self._meetings is not None:
             self._meetings.remove()
             self._meetings = None
+        self._places.clear()
 
     async def _stop_rank(self, number: int, grace: float) -> None:
         rank = self._ranks.pop(number, None)
@@ -281,7 +291,11 @@ class RanksExecutor(ProcessesExecutor):
 
     async def _next_death(self) -> tuple[_Rank | None, str]:
         """The rank that dies next and how; ``None`` when there are others to watch now."""
-        living = [rank for rank in self._ranks.values() if rank.child is not None and rank.ready.is_set()]
+        living = [
+            rank
+            for number, rank in self._ranks.items()
+            if rank.ready.is_set() and self._layout.gang(number) not in self._mending  # who mends watches these
+        ]
         watches = {self._event_loop.create_task(self._wait_dead(rank.child)): rank for rank in living if rank.child}
         mended = self._event_loop.create_task(self._mended.wait())
         try:

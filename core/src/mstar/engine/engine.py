@@ -274,6 +274,10 @@ class Engine:
             raise_if_lost(error)
             raise
 
+    def arrived(self, flight: Flight) -> bool:
+        """Whether :meth:`land` would not have to wait."""
+        return flight.outcome is None or all(late.done() for late in flight.outcome.ids)
+
     def _read(self, flight: Flight) -> list[RowResult | Exception]:
         outcome = flight.outcome
         assert outcome is not None

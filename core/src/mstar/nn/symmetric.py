@@ -10,6 +10,7 @@ Off unless the engine asks for it: it has not been measured here yet (``benchmar
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class SymmetricReducer:
         if fault is not None:
             raise RuntimeError(fault)
         import torch.distributed._symmetric_memory as symmetric
+
+        # without it torch makes a multicast object for every buffer, whose faults outlive the process
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
         self._name: str = handle.group_name
         self._most = most // _ALIGNED * _ALIGNED

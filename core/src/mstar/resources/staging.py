@@ -217,6 +217,10 @@ class Late:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
+    def done(self) -> bool:
+        """Whether nobody would have to wait for it."""
+        return self._event is None or bool(self._event.query())
+
     def tensor(self) -> Tensor:
         """On the CPU."""
         if self._event is not None:

@@ -88,6 +88,12 @@ class Admission:
         if self.ranks is not None:
             self.ranks.decide(request)
             self.ranks.seats.assign(request, None if holding.session is None else holding.session.key)
+            owners = (
+                (name, self.owner(name, context, request.id, holding.session)) for name, context, _ in holding.needs
+            )
+            if not all(self.ranks.lives_at(name, owner) for name, owner in owners):
+                self.ranks.seats.forget(request.id)  # the books of a rank that has died say nothing of the next one
+                return False
         while not self._try(request, holding):
             if not self.sessions.evict_one():
                 if self.ranks is not None:

@@ -106,6 +106,8 @@ def _build(
 ) -> Built:
     deployment = config.deployment
     device = rank_device(config)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, events, captures and Triton's kernels are of this thread's device
     dtype = pick_dtype(deployment.dtype, device)
     if device.type == "cpu" and (threads := _threads(deployment)) is not None:
         torch.set_num_threads(threads)

@@ -447,7 +447,12 @@ class Worker:
             live = self._live.get(request)
             if live is not None:
                 self._end(live, failure(request, error), keep_session=False)
-        self.sessions.drop_where(partial(self.ranks.at, rank))
+        lost = partial(self.ranks.at, rank)
+        self.sessions.drop_where(lost)
+        for live in list(self._live.values()):  # those that wait with a session whose state was there
+            session = live.holding.session
+            if session is not None and any(lost(resource, owner) for resource, owner in session.owners):
+                self._end(live, failure(live.request.id, error), keep_session=False)
 
     def take(self, message: FromRank) -> None:
         """What another rank sent."""

@@ -10,8 +10,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mstar.cluster.base import Phase, WorkerConfig
@@ -24,6 +26,7 @@ from mstar.graph.values import Ref
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.base import Row as ResourceRow
+from mstar.resources.staging import Late
 from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
@@ -127,16 +130,22 @@ class Follower:
         self._inbox.append(message)
 
     def step(self) -> bool:
-        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do."""
+        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
         if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
         if self._inbox and len(self._flights) < _AHEAD:
             self._do(self._inbox.popleft())
             return True
-        if self._flights:
+        if self._flights and (self._inbox or self._due()):
             self._land()
             return True
         return False
+
+    def _due(self) -> bool:
+        """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
+        computed, and is to be launched by then."""
+        message, flights, _ = self._flights[0]
+        return message.answers or all(map(self.engine.arrived, flights))
 
     def _do(self, message: ToRank) -> None:
         match message:
@@ -213,6 +222,8 @@ class Follower:
                     w.call.done += w.tokens
                     w.call.chunks += 1
             first += len(flight.work)
+        if message.answers:
+            self._fetch(message, flights)
         for w, row in zip(work, message.rows, strict=True):
             if not w.complete:
                 self._requests[row.request].partly[row.op] = w.call
@@ -237,6 +248,18 @@ class Follower:
         """Name the step's outputs as rank 0 does."""
         for key, ref in self.routing.bases(step, first, flight):
             self._bases[key] = _Base(ref.base)
+
+    def _fetch(self, message: Run, flights: list[Flight]) -> None:
+        """Have what rank 0 wants of the step come to the host behind it, and not behind the step after it."""
+        leaving = self.routing.leaving_of(row.op for row in message.rows)
+        on_the_way: dict[int, Late] = {}
+        results = [r for flight in flights if flight.outcome is not None for r in flight.outcome.results]
+        with torch.inference_mode():
+            for port, ref in chain.from_iterable((result.outputs or {}).items() for result in results):
+                if port in leaving and ref.late is None:
+                    if id(ref.base) not in on_the_way:
+                        on_the_way[id(ref.base)] = Late(ref.base)
+                    ref.late = on_the_way[id(ref.base)]
 
     def _land(self) -> None:
         message, flights, began = self._flights.popleft()
@@ -293,6 +316,8 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
+        if self._flights:
+            return time.monotonic()  # it is looked at again soon, or at once when the next step comes
         return min(self._doubts.values(), default=None)
 
     def events(self) -> list[Event]:

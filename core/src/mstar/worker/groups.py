@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ def join_meshes(
 ) -> dict[str, Mesh]:
     """Wait for the other processes of *rank*'s mesh; the mesh of each node that *rank* runs with others.
 
-    :param meeting: a folder that all of them see, used for this start only.
+    :param meeting: a folder that all of them see, used for this start only, which stays while they live: NCCL looks
+        there whenever it connects two of them.
     :raises SetupError: the others did not come.
     """
     ranks = layout.gang(rank)
@@ -42,8 +44,6 @@ def join_meshes(
         raise SetupError(f"{', '.join(shared)}: several processes are to run it, and there is one; use 'processes'")
     meet = Path(meeting, "mesh-" + "-".join(map(str, ranks)))
     store = dist.FileStore(str(meet), len(ranks))  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     # all are on this machine, whose own name, which gloo would ask for, may lead nowhere
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -53,4 +53,22 @@ def join_meshes(
         raise SetupError(f"rank {rank} did not find the others of its mesh {list(ranks)}: {error}") from error
     world = open_world(device, engine)
     made = {node: world.mesh(range(len(ranks)), seat.tp, seat.sp) for node, seat in shared.items()}
-    return {node: mesh for node, mesh in made.items() if mesh is not None}
+    meshes = {node: mesh for node, mesh in made.items() if mesh is not None}
+    if device.type == "cuda":
+        _open_links(meshes, device)
+    return meshes
+
+
+def _open_links(meshes: Mapping[str, Mesh], device: torch.device) -> None:
+    """Have NCCL connect each group now, which it does at the first exchange: its buffers are to be there before pools
+    take what memory is left, and a fault is one of the start.
+
+    :raises SetupError: the GPUs do not reach each other.
+    """
+    groups = dict.fromkeys(group for mesh in meshes.values() for group in (mesh.tp, mesh.sp) if group.size > 1)
+    try:
+        for group in groups:  # all ranks have them in one order
+            dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise SetupError(f"the GPUs of a mesh cannot exchange anything: {error}") from error

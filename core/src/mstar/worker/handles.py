@@ -29,6 +29,10 @@ class Handle:
     def __init__(self, key: int, dropped: list[int]):
         self.key, self._dropped = key, dropped
 
+    def goes_to(self, dropped: list[int]) -> bool:
+        """Whether *dropped* is where its key will go: of the process that has the value."""
+        return self._dropped is dropped
+
     def __del__(self) -> None:
         self._dropped.append(self.key)
 

@@ -121,7 +121,8 @@ class _Link:
 
     def flush(self) -> None:
         if self.dropped:
-            keys, self.dropped[:] = self.dropped[:], []
+            keys = self.dropped[:]
+            del self.dropped[: len(keys)]  # not those that the collector lets go of meanwhile
             self.outbox.append(Drop(keys=keys))
         if self.outbox:
             messages, self.outbox = self.outbox, []
@@ -210,6 +211,10 @@ class Ranks:
         for ranks in (*self._touched.values(), *self._bound.values()):
             ranks.discard(rank)
         return gone
+
+    def lives_at(self, resource: str, owner: Owner) -> bool:
+        """Whether the ranks that *owner*'s state of *resource* is to lie on are there."""
+        return all(rank == _HERE or rank in self._links for rank in self.seats.of_pool(resource, owner).ranks)
 
     def at(self, rank: int, resource: str, owner: Owner) -> bool:
         """Whether *owner*'s state of *resource* lies on *rank*."""
@@ -405,7 +410,7 @@ class Ranks:
         if away is None:
             away = value.away = Away(self._fetch)
         held = away.held.get(rank)
-        if held is None:
+        if held is None or not held[0].goes_to(link.dropped):  # what a rank had that has died since, it has no more
             handle = Handle(-next(self._sent), link.dropped)
             values.append(pack(handle.key, value.items()))
             held = away.held[rank] = (handle, value.start)
@@ -438,7 +443,7 @@ class Ranks:
         self._landed(message.rank, flying)
         flying.failed[message.rank] = frozenset(i for i, made in enumerate(message.calls) if made.failed is not None)
         landing = None
-        if message.rank == flying.seat.ranks[0]:
+        if message.rank == flying.seat.ranks[0] and _HERE not in flying.seat.ranks:  # else it lands here
             landing = self._landing(message, flying)
         self._compare(message.step, flying)
         return landing
