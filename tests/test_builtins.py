@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
 from mstar import builtin
@@ -23,6 +25,10 @@ OFFERS = [(hook, name, target) for hook in CONTRACTS for name, target in getattr
 @pytest.mark.parametrize(("hook", "name", "target"), OFFERS, ids=lambda value: value.rpartition(":")[2])
 def test_a_built_in_fulfils_its_contract(hook: str, name: str, target: str) -> None:
     found = load_object(target)
+    if not isinstance(found, type):  # it makes one of several classes, which it says
+        found = typing.get_type_hints(found)["return"]
+        assert found is load_object(CONTRACTS[hook])
+        return
     assert issubclass(found, load_object(CONTRACTS[hook]))
     assert not getattr(found, "__abstractmethods__", None), f"{name} leaves methods of its contract out"
 

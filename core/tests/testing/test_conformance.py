@@ -77,7 +77,7 @@ def test_the_suite_runs_from_the_command_line_and_takes_a_checkpoint(pytester: p
     write_scale(tmp_path)
     run = ["-p", "no:asyncio", "-q", "--mstar-plugin", "broken_plugins.defects", "-k", "loads or checkpoint or Plugin"]
     model = ["--mstar-model", "no_tiny", "--mstar-weights", f"no_tiny={tmp_path}"]
-    pytester.runpytest_inprocess(*run, *model).assert_outcomes(passed=5, deselected=42)
+    pytester.runpytest_inprocess(*run, *model).assert_outcomes(passed=5, deselected=43)
     other = pytester.runpytest_inprocess(*run, "--mstar-model", "no_tini")
     other.stdout.fnmatch_lines(["*plugin 'broken_plugins.defects' has no such model; did you mean 'no_tiny'?*"])
     wrong = pytester.runpytest_inprocess(*run, "--mstar-weights", "no_tiny")

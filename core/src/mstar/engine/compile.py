@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mstar.nn.eager import keep_eager
 from mstar.nn.node import Node
 from mstar.spec.errors import SetupError
 
@@ -77,6 +78,7 @@ def compile_regions(
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    keep_eager()
     inductor.compile_threads = 1  # no pool of processes beside the worker
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = _MOST, True
     dynamo.allow_unspec_int_on_nn_module = True  # a layer's number is no reason to compile it apart

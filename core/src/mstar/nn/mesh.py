@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mstar.nn.eager import never_compiled
 from mstar.spec.errors import SetupError
 
 __all__ = ["SINGLE", "Group", "Mesh", "Reducer", "World", "building", "current_mesh"]
@@ -50,7 +51,7 @@ class Group:
         self.rank, self.size, self.handle = rank, size, handle
         self.ordered, self.reducer = ordered, reducer
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' *x*, which may be overwritten: any shape and float dtype, the same on every rank."""
         if self.size == 1 or not x.numel():
@@ -63,7 +64,7 @@ class Group:
         torch.distributed.all_reduce(x, group=self._talking())
         return x
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """All ranks' *x*, the same shape on every rank, one after the other along *dim*."""
         if self.size == 1:
@@ -71,7 +72,7 @@ class Group:
         parts = self._gathered(x.contiguous())
         return torch.cat(parts.unbind(0), dim)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def exchange(self, x: Tensor) -> Tensor:
         """Give item *i* of *x* ``[size, …]`` to rank *i*.
 

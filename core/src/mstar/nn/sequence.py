@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mstar.nn.eager import never_compiled
 from mstar.nn.mesh import Group, current_mesh
 
 __all__ = ["SequenceShards"]
@@ -65,7 +66,7 @@ class SequenceShards:
         every: Tensor = self.group.all_gather(own, 1)
         return every.narrow(1, 0, self.lengths[part])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """*attend* over the whole sequence. *q*, *k*, *v* ``[rows, tokens, heads, head_dim]``: this rank's tokens, all
         of the same heads. Returns such a tensor."""

@@ -80,9 +80,10 @@ def _decode(
     if window_kept:
         target = windows + tl.load(window_target + row) * window_stride
         _shift(source, window, target, v_channel, v_inside, width)
-        first = (head % group == 0) & (block == 0)  # of the programs that share queries and keys
-        _shift(source, window, target, q_channel, k_inside & first, width)
-        _shift(source, window, target, q_channel + keys, k_inside & first, width)
+        # the first of the programs that share queries and keys
+        k_mine = k_inside & (tl.full(at_k.shape, head % group + block, tl.int32) == 0)
+        _shift(source, window, target, q_channel, k_mine, width)
+        _shift(source, window, target, q_channel + keys, k_mine, width)
     q = q * (1 / tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6)) * (key**-0.5)
     k = k * (1 / tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
     g, beta = chunks.gates(
@@ -175,7 +176,7 @@ def _conv(
         if biased:
             total += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)
         for tap in tl.static_range(width):
-            at = position + tap - before  # in the row; the window lies before it
+            at = position + tap - before + channel * 0  # in the row, for each channel; the window lies before it
             own = tl.load(x + (number + tap - before) * stride + channel, mask=inside & (at >= 0), other=0)
             old = tl.load(window + at + before, mask=inside & (at < 0), other=0)
             w = tl.load(weight + channel * width + tap, mask=inside, other=0).to(tl.float32)
@@ -189,7 +190,7 @@ def _conv(
         window = windows + tl.load(source + row) * window_stride + channel * before
         next_window = windows + tl.load(target + row) * window_stride + channel * before
         for tap in tl.static_range(before):
-            at = length + tap - before
+            at = length + tap - before + channel * 0
             own = tl.load(x + (end + tap - before) * stride + channel, mask=inside & (at >= 0), other=0)
             old = tl.load(window + at + before, mask=inside & (at < 0), other=0)
             new = own.to(windows.dtype.element_ty) + old

@@ -18,16 +18,16 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mstar.nn import ops
+from mstar.nn.eager import never_compiled
 from mstar.nn.ops import delta_reference
 
 __all__ = [
@@ -114,14 +114,6 @@ def prepare(device: torch.device) -> None:
     _on(torch.empty(0, device=device))
 
 
-_F = TypeVar("_F", bound=Callable[..., Tensor])
-
-
-def _opaque(operation: _F) -> _F:
-    """*operation*, which the compiler does not look into."""
-    return torch.compiler.disable(operation)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def _on(x: Tensor) -> ModuleType:
     if x.is_cpu and ops.cpu_kernels_fault() is None:
         from mstar.nn.ops import cpu_delta
@@ -134,7 +126,7 @@ def _on(x: Tensor) -> ModuleType:
     return cuda_delta
 
 
-@_opaque
+@never_compiled
 def gated_delta_net(
     mixed: Tensor,
     a: Tensor,
@@ -166,7 +158,7 @@ def gated_delta_net(
     )
 
 
-@_opaque
+@never_compiled
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, window: StateSlots) -> Tensor:
     """``silu`` of a causal depthwise convolution along each row, ``[N, channels]`` in the dtype of *x*.
 
@@ -176,7 +168,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Spans, wi
     return _on(x).causal_conv(x, weight, bias, spans, window)  # type: ignore[no-any-return]
 
 
-@_opaque
+@never_compiled
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, spans: Spans, state: StateSlots
 ) -> Tensor:
