@@ -109,7 +109,10 @@ def test_pieces_follow_each_other(server: Server, processor: OrpheusProcessor) -
     assert len(pieces) > 2
     assert all(len(piece.text) <= PIECES["longest_piece"] for piece in pieces)
     alone = [sound(server, input=piece.text) for piece in pieces]
-    assert np.array_equal(sound(server, input=TEXT), np.concatenate(alone))
+    whole, joined = sound(server, input=TEXT), np.concatenate(alone)
+    assert len(whole) == len(joined)
+    # two pieces are spoken at once: a batch may round another way
+    assert np.abs(whole.astype(int) - joined.astype(int)).max() <= 1
 
 
 def test_the_prompt_is_the_references(weights: Path, processor: OrpheusProcessor) -> None:

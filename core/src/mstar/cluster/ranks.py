@@ -144,7 +144,7 @@ class RanksExecutor(ProcessesExecutor):
         stop."""
         try:
             places = {gang: self._meeting_place(gang) for gang in dict.fromkeys(map(self._layout.gang, numbers))}
-            started = [self._start_rank(number, str(places[self._layout.gang(number)])) for number in numbers]
+            started = [self._start_rank(number, places[self._layout.gang(number)]) for number in numbers]
         except OSError as error:  # no memory, no descriptors, no space: may pass, so a restart tries again
             raise SetupError(f"the ranks of {self.config.key!r} cannot be started: {error}") from error
         ready = [asyncio.ensure_future(rank.ready.wait()) for rank in started]
@@ -164,8 +164,10 @@ class RanksExecutor(ProcessesExecutor):
                 task.cancel()
             await asyncio.gather(everyone, *exits, return_exceptions=True)
 
-    def _meeting_place(self, gang: tuple[int, ...]) -> Path:
-        """A new folder for *gang* to meet in, instead of the one that it had before it died."""
+    def _meeting_place(self, gang: tuple[int, ...]) -> str | None:
+        """A new folder for *gang* to meet in, instead of the one that it had before it died; ``None`` for one alone."""
+        if len(gang) == 1:
+            return None
         if self._meetings is None:
             self._meetings = Arena.create()
         before = self._places.pop(gang, None)
@@ -174,9 +176,9 @@ class RanksExecutor(ProcessesExecutor):
         self._met += 1
         place = self._places[gang] = self._meetings.path / str(self._met)
         place.mkdir()
-        return place
+        return str(place)
 
-    def _start_rank(self, number: int, meeting: str) -> _Rank:
+    def _start_rank(self, number: int, meeting: str | None) -> _Rank:
         link = Arena.create() if number else None
         rank = self._ranks[number] = _Rank(number, link)
         config = msgspec.structs.replace(self.config, rank=number, meeting=meeting)
