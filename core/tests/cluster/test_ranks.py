@@ -185,7 +185,7 @@ async def test_a_dead_rank_takes_its_requests_only(arena_root: Path, caplog: pyt
         for name, example in cases.items():
             await ranks.assert_right(f"again-{name}", example)
         await ranks.assert_idle()
-        assert len(list(arena_root.iterdir())) == 4  # two ranks', the link's and the meetings' folders: no old one
+        assert len(list(arena_root.iterdir())) == 3  # two ranks' folders and the link's: no old one
         assert "it is restarted" in caplog.text
     assert list(arena_root.iterdir()) == []
 
