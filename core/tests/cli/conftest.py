@@ -11,6 +11,8 @@ import pytest
 
 from mstar.cli.app import run
 
+sys.path.append(str(Path(__file__).parent))  # for checks
+
 PLUGIN = """
 import mstar
 from mstar.spec.knobs import SamplingKnobs

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import Run, deployment, facts
 
 from mstar.cluster.base import WorkerConfig
 from mstar.patterns.causal_lm import CausalLM
-from mstar.runtime import checking
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.testing.drive import miniature_registry
@@ -19,21 +18,7 @@ from mstar.testing.miniatures import MINIATURES
 from mstar.worker import build
 from mstar.worker.core import Worker
 
-Run = Callable[..., tuple[int, str, str]]
 MINI = {"MSTAR_EXTRA_PLUGINS": "mstar.testing.miniatures"}
-
-
-def deployment(tmp_path: Path, text: str) -> str:
-    file = tmp_path / "deployment.yaml"
-    file.write_text(text)
-    return str(file)
-
-
-def facts(run: Run, *words: str, **environ: str) -> dict[str, Any]:
-    status, out, _ = run("check", *words, "--json", **environ)
-    found: dict[str, Any] = json.loads(out)
-    assert status == (0 if found["ok"] else 1)
-    return found
 
 
 def test_a_sound_model(llama: Run, tmp_path: Path) -> None:
@@ -51,56 +36,6 @@ def test_a_sound_model(llama: Run, tmp_path: Path) -> None:
     assert status == 0
     assert "kv holds 4 of the greatest length" in out
     assert "ok: weights and pools take" in out
-
-
-def test_a_rank_of_a_mesh_has_its_share(llama: Run, tmp_path: Path) -> None:
-    weights = ("--weights", str(tmp_path / "llama"))
-    alone = facts(llama, "toy-llama", *weights)
-    file = deployment(tmp_path, "placement: {llm: {ranks: [0, 1], tp: 2}}\n")
-    found = facts(llama, "toy-llama", "--config", file, *weights)
-    assert found["faults"] == []
-    sizes = {pool["name"]: pool["bytes"] for pool in alone["pools"]}
-    assert {pool["name"]: pool["bytes"] for pool in found["pools"]} == {**sizes, "kv": sizes["kv"] // 2}
-    assert found["nodes"][0]["bytes"] < 0.6 * alone["nodes"][0]["bytes"]
-    file = deployment(tmp_path, "placement: {llm: {ranks: [0, 1, 2], tp: 3}}\n")
-    divided = facts(llama, "toy-llama", "--config", file, *weights)["faults"]
-    assert any("4 query heads are not divided by tp=3" in fault["message"] for fault in divided), divided
-    assert {fault["key"].split(".")[0] for fault in divided} == {"placement"}
-
-
-HEAVY = """
-from dataclasses import replace
-import mstar, torch
-from mstar.testing.miniatures import miniature
-from mstar.testing.miniatures.speech import Tts
-
-class Model(Tts):
-    def build(self, node):
-        built = super().build(node)
-        if node == "codec":
-            built.register_buffer("heavy", torch.zeros(1_000_000, dtype=torch.uint8))
-        return built
-
-@mstar.hookimpl
-def mstar_models():
-    return [replace(miniature("mini_tts").spec, key="heavy", model="heavy:Model")]
-"""
-
-
-def test_a_rank_has_the_weights_of_its_nodes_and_its_part_of_the_host(
-    mstar: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def keys(placement: str, tokens: int) -> list[str]:
-        text = f"device: cpu\nplacement: {placement}\nresources: {{kv: {{tokens: {tokens}}}}}\n"
-        file = deployment(tmp_path, text)
-        return [fault["key"] for fault in facts(mstar, "heavy", "--config", file, extra="heavy", code=HEAVY)["faults"]]
-
-    monkeypatch.setattr(checking, "free_memory", lambda device: 3_000_000)
-    small, large = 1_920, 3_600  # 1.0 and 1.9 MB
-    assert keys("{}", small) == []
-    assert keys("{lm: 0, codec: 1}", small) == [], "rank 0 has 1.5 MB, and no codec"
-    assert keys("{}", large) == []
-    assert keys("{lm: 0, codec: 1}", large) == ["resources.kv"], "each has half of the host's memory"
 
 
 def test_every_fault_of_a_file_is_listed_with_the_nearest_right_name(llama: Run, tmp_path: Path) -> None:
@@ -429,97 +364,6 @@ def test_the_worker_refuses_the_same_faults_at_once() -> None:
     assert {path for path, _ in caught.value.faults} == {"placement.lmm", "resources.kv.tokns", "resources.kvv"}
 
 
-OPTIONS = """
-from dataclasses import replace
-import mstar
-from mstar.spec.knobs import Knobs, SamplingKnobs
-from mstar.testing.miniatures import MINIATURES
-from mstar.testing.miniatures.common import MiniProcessor
-from mstar.testing.miniatures.text import Chat, LM_CALL, generate
-from mstar.spec.graph import NodeSpec, Param, Port
-from pydantic import Field
-
-class Options(Knobs):
-    window: int = Field(8, ge=1, le=64, description="Tokens that are seen.", strict=True)
-
-class Windowed(Chat):
-    def __init__(self, context):
-        super().__init__(context)
-        assert context.options.window == 9, context.options
-
-class Processor(MiniProcessor):
-    def __init__(self, context):
-        super().__init__(context)
-        assert context.options.window == 9, context.options
-
-class Emphasis(SamplingKnobs):
-    emphasis: float = Field(1.0, ge=0, le=2, description="How much.")
-
-class Misspelt(Chat):
-    def graph(self):
-        graph = super().graph()
-        (entry,) = graph.nodes[0].entries
-        entry = replace(entry, inputs=(*entry.inputs, Port("gain", "float32", (), "stacked")))
-        walks = {"generate": generate(LM_CALL, {"gain": Param("emphasiz")})}
-        return replace(graph, nodes=(NodeSpec("lm", (entry,)),), walks=walks)
-
-@mstar.hookimpl
-def mstar_models():
-    mini = next(m.spec for m in MINIATURES if m.model.endswith("text:Chat"))
-    me = __name__ + ":"
-    return [
-        replace(mini, key="windowed", options=Options, model=me + "Windowed", processor=me + "Processor"),
-        replace(mini, key="misspelt", knobs=Emphasis, model=me + "Misspelt"),
-    ]
-"""
-
-
-@pytest.fixture
-def windowed(mstar: Run) -> Run:
-    return lambda *words, **more: mstar(*words, extra="cli_toys_options", code=OPTIONS, **more)
-
-
-def test_model_and_processor_get_their_options(windowed: Run, tmp_path: Path) -> None:
-    file = deployment(tmp_path, "model: windowed\nmodel_kwargs: {window: 9}\n")
-    assert facts(windowed, file)["faults"] == []
-
-
-def test_refused_options_are_told_once(windowed: Run, tmp_path: Path) -> None:
-    file = deployment(tmp_path, "model: windowed\nmodel_kwargs:\n  window: 99\n")
-    found = facts(windowed, file)
-    (fault,) = found["faults"]  # that the model refuses the default, which is not what was asked for, is none
-    assert (fault["key"], fault["line"], found["complete"]) == ("model_kwargs.window", 3, False)
-    _, _, err = windowed("check", file)
-    assert "1 fault:\n" in err
-    assert "Further checks follow once these are mended." in err
-
-
-def test_beside_refused_options_all_else_is_checked(windowed: Run, tmp_path: Path) -> None:
-    text = """
-model: windowed
-model_kwargs: {window: 9, windo: 3}
-placement: {lmm: [0]}
-resources:
-  kv: {tokns: 4}
-  kvv: {}
-"""
-    found = facts(windowed, deployment(tmp_path, text))
-    assert {(fault["key"], fault["line"]) for fault in found["faults"]} == {
-        ("model_kwargs.windo", 3),
-        ("placement.lmm", 4),
-        ("resources.kv.tokns", 6),
-        ("resources.kvv", 7),
-    }
-    assert not found["complete"]
-    assert "graph, placement and pools were checked without model_kwargs.windo" in found["remarks"]
-
-
-def test_a_pool_that_is_too_small_stands_beside_refused_options(windowed: Run, tmp_path: Path) -> None:
-    text = "model: windowed\nmodel_kwargs: {window: 9, windo: 3}\nresources: {kv: {tokens: 1}}\n"
-    found = facts(windowed, deployment(tmp_path, text))
-    assert [fault["key"] for fault in found["faults"]] == ["model_kwargs.windo", "resources.kv"]
-
-
 def test_keys_that_are_no_names_are_faults_among_others(llama: Run, tmp_path: Path) -> None:
     text = "model: toy-llama\n1: a\nresources: {2: {tokens: 1}}\nengine.runner: eager\nmax_sessions: -1\non: 1\n"
     found = facts(llama, deployment(tmp_path, text), "--weights", str(tmp_path / "llama"))
@@ -604,27 +448,6 @@ def test_a_file_whose_model_is_not_there_has_its_line(llama: Run, tmp_path: Path
     status, _, err = llama("check", file)
     assert status == 1
     assert err.startswith(f"{file}:2: model: there is no model 'toy-lama'; did you mean 'toy-llama'?")
-
-
-def test_a_parameter_that_is_no_knob_is_a_remark(windowed: Run) -> None:
-    found = facts(windowed, "misspelt")
-    (remark, _) = found["remarks"]
-    assert remark.startswith("walk 'generate': call of 'lm': port 'gain': 'emphasiz' is no knob of 'misspelt'; did you")
-    assert "did you mean 'emphasis'?; unless" in remark
-    assert found["ok"]
-
-
-def test_what_can_be_set_of_a_model_is_listed(windowed: Run) -> None:
-    status, out, _ = windowed("models", "windowed")
-    assert status == 0
-    assert "temperature" in out
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "window whole number ≥ 1, ≤ 64 8 Tokens that are seen." in lines
-    told = json.loads(windowed("models", "windowed", "--json")[1])
-    assert told["options"] == [
-        {"name": "window", "value": "whole number ≥ 1, ≤ 64", "default": "8", "meaning": "Tokens that are seen."}
-    ]
-    assert windowed("models", "windwed")[0] == 2
 
 
 def test_a_folder_of_weights_is_relative_to_its_file(llama: Run, tmp_path: Path) -> None:

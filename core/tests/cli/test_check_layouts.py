@@ -1,0 +1,60 @@
+"""``mstar check`` of layouts: each rank is looked at by itself, with its nodes, its share and its part of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checks import Run, deployment, facts
+
+from mstar.runtime import checking
+
+
+def test_a_rank_of_a_mesh_has_its_share(llama: Run, tmp_path: Path) -> None:
+    weights = ("--weights", str(tmp_path / "llama"))
+    alone = facts(llama, "toy-llama", *weights)
+    file = deployment(tmp_path, "placement: {llm: {ranks: [0, 1], tp: 2}}\n")
+    found = facts(llama, "toy-llama", "--config", file, *weights)
+    assert found["faults"] == []
+    sizes = {pool["name"]: pool["bytes"] for pool in alone["pools"]}
+    assert {pool["name"]: pool["bytes"] for pool in found["pools"]} == {**sizes, "kv": sizes["kv"] // 2}
+    assert found["nodes"][0]["bytes"] < 0.6 * alone["nodes"][0]["bytes"]
+    file = deployment(tmp_path, "placement: {llm: {ranks: [0, 1, 2], tp: 3}}\n")
+    divided = facts(llama, "toy-llama", "--config", file, *weights)["faults"]
+    assert any("4 query heads are not divided by tp=3" in fault["message"] for fault in divided), divided
+    assert {fault["key"].split(".")[0] for fault in divided} == {"placement"}
+
+
+HEAVY = """
+from dataclasses import replace
+import mstar, torch
+from mstar.testing.miniatures import miniature
+from mstar.testing.miniatures.speech import Tts
+
+class Model(Tts):
+    def build(self, node):
+        built = super().build(node)
+        if node == "codec":
+            built.register_buffer("heavy", torch.zeros(1_000_000, dtype=torch.uint8))
+        return built
+
+@mstar.hookimpl
+def mstar_models():
+    return [replace(miniature("mini_tts").spec, key="heavy", model="heavy:Model")]
+"""
+
+
+def test_a_rank_has_the_weights_of_its_nodes_and_its_part_of_the_host(
+    mstar: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keys(placement: str, tokens: int) -> list[str]:
+        text = f"device: cpu\nplacement: {placement}\nresources: {{kv: {{tokens: {tokens}}}}}\n"
+        file = deployment(tmp_path, text)
+        return [fault["key"] for fault in facts(mstar, "heavy", "--config", file, extra="heavy", code=HEAVY)["faults"]]
+
+    monkeypatch.setattr(checking, "free_memory", lambda device: 3_000_000)
+    small, large = 1_920, 3_600  # 1.0 and 1.9 MB
+    assert keys("{}", small) == []
+    assert keys("{lm: 0, codec: 1}", small) == [], "rank 0 has 1.5 MB, and no codec"
+    assert keys("{}", large) == []
+    assert keys("{lm: 0, codec: 1}", large) == ["resources.kv"], "each has half of the host's memory"
