@@ -220,6 +220,16 @@ async def test_what_a_processor_says_of_parts_is_said_of_files(kit, streaming, p
     assert (reply.status_code, error["param"], error["message"]) == (400, named, message.replace(param, named))
 
 
+async def test_what_a_worker_says_of_parts_in_the_middle_of_an_answer_is_said_of_files(kit):
+    script = (TextDelta("a", (1,)), RequestError("'parts[1]': nobody hears it", param="parts[1]"))
+    async with kit.client(kit.Service(script)) as client:
+        reply = await client.post("/generate", data={"text": "x", "streaming": "true"})
+    last = json.loads(reply.text.splitlines()[-1])
+    assert reply.status_code == 200
+    assert (last["type"], last["error"]["param"]) == ("error", "files[1]")
+    assert last["error"]["message"] == "'files[1]': nobody hears it"
+
+
 async def test_large_kwargs_too_many_files_and_other_media_types(kit):
     async with kit.client(kit.Service(kit.HELLO), max_kwargs_bytes=50, max_files=1) as client:
         large = json.dumps({"x": "y" * 60})

@@ -180,8 +180,8 @@ class Socket:
             # the engine's ids are unique in the server, the client's only on its socket
             with as_files():
                 answers += await start(service, [task], f"gen-{uuid.uuid4().hex}")
-            feeder = asyncio.create_task(self._feed(answers[0], opening, running))
-            await self._relay(request_id, running, answers[0], feeder)
+                feeder = asyncio.create_task(self._feed(answers[0], opening, running))
+                await self._relay(request_id, running, answers[0], feeder)
         except asyncio.CancelledError:
             cancel(answers)
             await self._say_cancelled(request_id, running, answers)

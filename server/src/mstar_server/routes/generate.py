@@ -90,19 +90,20 @@ async def _whole(service: Service, task: GenerateTask, request_id: str) -> Respo
 async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, None]:
     counts: Counter[str] = Counter()
     try:
-        while not merged.done:
-            batch = await merged.next_batch(keepalive_s)
-            lines = [] if batch else [json_line({"type": "keepalive"})]
-            for _, delta in batch:
-                if delta is None:
-                    lines.append(json_line(done_object(merged.answers[0])))
-                    continue
-                index = counts[delta.stream]
-                counts[delta.stream] += 1
-                if is_heavy(delta):
-                    lines.append(json_line(await asyncio.to_thread(delta_object, delta, index)))
-                else:
-                    lines.append(json_line(delta_object(delta, index)))
-            yield b"".join(lines)
+        with as_files():
+            while not merged.done:
+                batch = await merged.next_batch(keepalive_s)
+                lines = [] if batch else [json_line({"type": "keepalive"})]
+                for _, delta in batch:
+                    if delta is None:
+                        lines.append(json_line(done_object(merged.answers[0])))
+                        continue
+                    index = counts[delta.stream]
+                    counts[delta.stream] += 1
+                    if is_heavy(delta):
+                        lines.append(json_line(await asyncio.to_thread(delta_object, delta, index)))
+                    else:
+                        lines.append(json_line(delta_object(delta, index)))
+                yield b"".join(lines)
     except Exception as error:  # the status line is out: the error becomes the last line
         yield json_line(error_event(as_request_error(error)))
