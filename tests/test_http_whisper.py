@@ -258,6 +258,18 @@ def test_turns_are_written_down(client: openai.OpenAI, server: Server, jfk: np.n
     assert idle(server)
 
 
+def test_a_session_is_told_of_a_language_that_no_turn_could_have(client: openai.OpenAI, server: Server) -> None:
+    with client.realtime.connect(model=KEY) as talk:
+        for language in ("fr", "en"):
+            heard: dict[str, Any] = {"turn_detection": None, "transcription": {"language": language}}
+            talk.session.update(session={"type": "transcription", "audio": {"input": heard}})
+        told = [event for _, event in zip(range(3), talk, strict=False)]
+    assert [event.type for event in told] == ["session.created", "error", "session.updated"]
+    assert told[1].error.param == "session.audio.input.transcription.language"
+    assert "'session.audio.input.transcription.language'" in told[1].error.message
+    assert idle(server)
+
+
 def test_a_client_that_leaves_ends_its_windows(server: Server, speech_and_pauses: np.ndarray) -> None:
     fields, files = {"stream": "true"}, {"file": wav(speech_and_pauses)}
     with server.http.stream("POST", "/v1/audio/transcriptions", data=fields, files=files, timeout=240) as reply:

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mstar.processing.speech.transcript import TranscriptBuilder
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import TextDelta
 from mstar.spec.request import TokenLogprob
-from mstar.spec.tasks import Audio
+from mstar.spec.tasks import Audio, TranscriptionTask
 from mstar_server.errors import as_request_error, error_object
 from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.openai.transcribing import WindowRun, heard
@@ -25,8 +27,9 @@ from mstar_server.realtime.replies import Say
 from mstar_server.realtime.settings import Transcribing
 from mstar_server.state import ServerState
 
-__all__ = ["listen", "write_down"]
+__all__ = ["check_wish", "listen", "write_down"]
 
+_PROBE_RATE = 16_000
 _EVENT = "conversation.item.input_audio_transcription"
 
 
@@ -40,15 +43,8 @@ async def write_down(
     audio = next(content.audio for content in item.content if content.audio is not None)
     run: WindowRun | None = None
     try:
-        adapter, processor = state.adapter("transcription", service), await state.processor(service)
-        spell = token_bytes_of(processor) if logprobs else None
-        body = TranscriptionRequest(
-            model=service.spec.key, language=wish.language, prompt=wish.prompt, include=["logprobs"] if logprobs else []
-        )
-        with family_code(f"{service.spec.key!r} could not read a turn", type(adapter).__module__):
-            (task,) = adapter.tasks(body, {"file": audio}, translate=False)
-        with family_code(f"{service.spec.key!r} could not cut a turn", service.spec.processor):
-            windows = list(await asyncio.to_thread(processor.windows, task))
+        spell = token_bytes_of(await state.processor(service)) if logprobs else None
+        windows = await _windows(state, service, wish, audio, logprobs)
         run, builder = WindowRun(service, windows, new_id("trsc")), TranscriptBuilder(_seconds(audio))
         held: list[TokenLogprob] = []  # of text that is held back
         async for said in heard(run, builder):
@@ -66,6 +62,38 @@ async def write_down(
     finally:
         if run is not None:
             run.close()
+
+
+async def _windows(
+    state: ServerState, service: Service, wish: Transcribing, audio: Audio, logprobs: bool
+) -> list[TranscriptionTask]:
+    adapter, processor = state.adapter("transcription", service), await state.processor(service)
+    body = TranscriptionRequest(
+        model=service.spec.key, language=wish.language, prompt=wish.prompt, include=["logprobs"] if logprobs else []
+    )
+    with family_code(f"{service.spec.key!r} could not read a turn", type(adapter).__module__):
+        (task,) = adapter.tasks(body, {"file": audio}, translate=False)
+    with family_code(f"{service.spec.key!r} could not cut a turn", service.spec.processor):
+        return list(await asyncio.to_thread(processor.windows, task))
+
+
+async def check_wish(state: ServerState, service: Service, wish: Transcribing, where: str) -> None:
+    """Raises :class:`RequestError` for what every turn would be refused for: a moment of silence is prepared as one.
+
+    :param where: the wish's place in the session, for the error. A model that is loaded on demand is loaded for it.
+    """
+    silence = Audio(np.zeros(_PROBE_RATE // 2, np.float32), _PROBE_RATE)
+    try:
+        processor = await state.processor(service)
+        for task in (await _windows(state, service, wish, silence, False))[:1]:
+            with family_code(f"{service.spec.key!r} could not read a turn", service.spec.processor):
+                await asyncio.to_thread(processor.prepare, task, new_id("trsc"))
+    except RequestError as error:
+        if error.param in ("language", "prompt"):
+            field = f"{where}.{error.param}"
+            error.message = error.message.replace(f"{error.param!r}", f"{field!r}")
+            error.param = field
+        raise
 
 
 async def listen(answer: Answer, item: Item, audio: LiveAudio, say: Say, spell: Spell | None = None) -> None:

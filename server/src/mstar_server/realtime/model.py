@@ -8,6 +8,7 @@ from typing import Any
 from mstar.spec.errors import RequestError
 from mstar_server.openai.text_answers import token_bytes_of
 from mstar_server.protocols import Service
+from mstar_server.realtime.hearing import check_wish
 from mstar_server.realtime.settings import LOGPROBS, SessionSettings
 from mstar_server.state import ServerState
 
@@ -99,6 +100,13 @@ class SessionModel:
                     f"'session.include': {writer.spec.key!r} gives no log-probabilities: leave {LOGPROBS!r} out"
                 )
             raise
+
+    async def check_wish(self, settings: SessionSettings) -> None:
+        """Raises :class:`RequestError` for a language or a prompt that the model which writes down would refuse in
+        every turn."""
+        wish, writer = settings.transcription, self.writer(settings)
+        if wish is not None and writer is not None and (wish.language or wish.prompt):
+            await check_wish(self.state, writer, wish, "session.audio.input.transcription")
 
     def defaults(self, settings: SessionSettings) -> SessionSettings:
         """*settings* as this model's sessions begin. One that can only write down is not asked for answers."""

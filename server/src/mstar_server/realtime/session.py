@@ -179,6 +179,8 @@ class Session:
         asked = session.get("model") if isinstance(session, dict) else None
         changed = self.model.changed(self.settings, new, asked)
         await self.model.check_included(changed)
+        if changed.transcription != self.settings.transcription:
+            await self.model.check_wish(changed)
         self.settings = changed
         self._watch_turns()
         await self._tell_session("updated")
