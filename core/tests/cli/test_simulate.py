@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mstar.cli import simulate
+from mstar.simulate.fleet import ROUTERS
 from mstar.simulate.profile import Profile, write_profile
 
 Run = Callable[..., tuple[int, str, str]]
@@ -33,6 +35,10 @@ def test_a_drawn_load_is_run(mstar: Run, profile: str) -> None:
     answer = json.loads(out)
     assert (answer["completed"], answer["devices"]) == (50, 3)
     assert answer["between_tokens"]["p50"] == pytest.approx(0.011, rel=0.2)
+
+
+def test_the_help_names_every_router() -> None:
+    assert simulate._ROUTERS == tuple(ROUTERS)
 
 
 def test_a_load_is_read(mstar: Run, profile: str, tmp_path: Path) -> None:

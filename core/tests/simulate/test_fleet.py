@@ -130,3 +130,12 @@ def test_a_step_costs_by_what_is_in_it() -> None:
         StepCost({"rows": 1.0})
     with pytest.raises(SetupError, match="must be a number of seconds"):
         StepCost({"row": -1.0})
+
+
+def test_an_urgent_request_goes_first_while_it_waits_and_while_it_runs() -> None:
+    """One row fits into a step, and it is its row, but for what impatient prompts take."""
+    load = [Asked(0.0, 1, 30, priority=n == 2) for n in range(3)]
+    alone = simulate(profile(max_step_rows=1), load[2:]).report()["whole"]["mean"]
+    outcome = simulate(profile(max_step_rows=1), load)
+    assert outcome.whole.quantile(0.01) < 1.1 * alone
+    assert outcome.whole.quantile(0.5) > 2 * alone

@@ -182,7 +182,8 @@ def _measure(arguments: argparse.Namespace, context: Context) -> None:
         raise SetupError(f"{spec.key!r} has no KV cache that grows token by token: such models are not simulated")
     name, pool = next(iter(pools.items()))
     longest = min(arguments.longest, pool.max_tokens // 2)
-    samples, facts = asyncio.run(_on_engine(arguments, context, settings, longest, name))
+    device = arguments.device or str(checked.device or "cpu")
+    samples, facts = asyncio.run(_on_engine(arguments, context, settings, longest, name, device))
     learned = fit(samples)
     profile = Profile(
         model=spec.key,
@@ -200,10 +201,11 @@ def _measure(arguments: argparse.Namespace, context: Context) -> None:
 
 
 async def _on_engine(
-    arguments: argparse.Namespace, context: Context, settings: Any, longest: int, pool: str
+    arguments: argparse.Namespace, context: Context, settings: Any, longest: int, pool: str, device: str
 ) -> tuple[list[Any], dict[str, Any]]:
     from mstar.runtime.service import open_service
     from mstar.simulate.measure import measure
+    from mstar.spec.placement import ranks_of
 
     flags = {
         "weights": arguments.weights,
@@ -215,7 +217,6 @@ async def _on_engine(
     await service.start()
     try:
         deployment = service.config.deployment
-        device = deployment.device or "cpu"
         tokens = deployment.scheduler.step_tokens(device.partition(":")[0])
         streams = deployment.max_concurrent_requests
         with _progress("measuring", 1) as progress:
@@ -224,6 +225,7 @@ async def _on_engine(
         return samples, {
             "device": device,
             "pages": status["resources"][pool]["total"],
+            "ranks": ranks_of(deployment.placement),
             "max_step_tokens": tokens,
             "max_step_rows": deployment.scheduler.max_step_rows,
             "max_queue": deployment.scheduler.max_queue,

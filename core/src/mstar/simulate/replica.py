@@ -123,7 +123,8 @@ class Replica:
                 self._finish(request)
                 complete.append(request)
             else:
-                self._scheduler.ready(Item(request.id, _LOOP, decode=True, payload=request))
+                priority = request.asked.priority
+                self._scheduler.ready(Item(request.id, _LOOP, decode=True, priority=priority, payload=request))
         return complete
 
     # --- inside -------------------------------------------------------------------------------------------------------
