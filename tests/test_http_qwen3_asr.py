@@ -186,7 +186,7 @@ def test_a_session_says_what_is_wrong_and_goes_on(client: openai.OpenAI, server:
         talk.input_audio_buffer.append(audio=pcm(LIVE[:4_800]))
         for event in talk:
             if event.type == "error":
-                assert event.error.param == "language"
+                assert event.error.param == "session.audio.input.transcription.language"
                 assert "Klingon" in event.error.message
                 break
     assert idle(server)
