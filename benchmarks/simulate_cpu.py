@@ -36,15 +36,15 @@ LIMIT = 0.15
 """Largest share by which throughput and the middle times may be off."""
 
 
-async def play(service: Service, load: Sequence[Asked]) -> list[Told]:
-    """Ask each at its moment."""
+async def play(service: Service, load: Sequence[Asked], first_seed: int) -> list[Told]:
+    """Ask each at its moment. Texts have seeds from *first_seed* on: nothing of one is in the cache from another."""
     began = time.monotonic()
 
     async def one(asked: Asked, seed: int) -> Told:
         await asyncio.sleep(began + asked.at - time.monotonic())
         return await ask(service, random_text(asked.prompt, seed), asked.output)
 
-    return await asyncio.gather(*(one(asked, seed) for seed, asked in enumerate(load)))
+    return await asyncio.gather(*(one(asked, seed) for seed, asked in enumerate(load, first_seed)))
 
 
 def report(told: Sequence[Told]) -> dict[str, Any]:
@@ -78,9 +78,9 @@ async def run(quick: bool) -> dict[str, Any]:
             page=PAGE,
         )
         rows = []
-        for rate in (1.0,) if quick else (0.25, 0.5, 1.0, 2.0):
+        for rate in (1.0,) if quick else (0.5, 1.0, 2.0):
             load = drawn(rate, 4 if quick else 60, 100, 24, 0.5, seed=int(rate * 100))
-            told = await play(service, load)
+            told = await play(service, load, int(rate * 1_000_000))
             began = min(one.began for one in told)
             seen = [
                 replace(asked, at=one.began - began, prompt=one.prompt, output=len(one.times))
