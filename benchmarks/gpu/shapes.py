@@ -263,4 +263,4 @@ SMOKE = Sizes(
 
 
 def sizes_of(shape: str) -> Sizes:
-    return SMOKE if shape == "tiny" else FULL
+    return SMOKE if shape == "tiny" or shape in CHECKED else FULL
