@@ -15,6 +15,7 @@ are taken in the order of the ranks, whatever the size of a message: a row's bit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +29,8 @@ from mstar.nn.eager import never_compiled
 from mstar.spec.errors import SetupError
 
 __all__ = ["SINGLE", "Group", "Mesh", "Reducer", "World", "building", "current_mesh"]
+
+log = logging.getLogger(__name__)
 
 
 class Reducer(Protocol):
@@ -217,11 +220,24 @@ class World:
         return self._groups[key]
 
     def _reducer(self, handle: Any) -> Reducer | None:
+        """Through symmetric memory, if every rank of *handle* has it: ranks that add up in different ways would wait
+        for each other for ever."""
         if not self.symmetric_bytes or self.ordered:
             return None
-        from mstar.nn.symmetric import SymmetricReducer
+        from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
 
-        return SymmetricReducer(handle, self.device, self.symmetric_bytes)
+        fault, reducer = symmetric_fault(self.device), None
+        if fault is None:
+            try:
+                reducer = SymmetricReducer(handle, self.device, self.symmetric_bytes)
+            except RuntimeError as error:
+                fault = str(error)
+        there = torch.tensor([reducer is not None], dtype=torch.int32)
+        torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MIN, handle)
+        if there.item():
+            return reducer
+        log.info("sums go through NCCL, since symmetric memory cannot be used: %s", fault or "another rank has none")
+        return None
 
     def close(self) -> None:
         """Give the process groups back. Nothing may be computed in their meshes afterwards."""

@@ -89,10 +89,10 @@ class EngineOptions(_Section):
         description="Compiled layers round what lies between fused operations, as plain calls do; slower.",
     )
     symmetric_bytes: int = Field(
-        0,
+        1_048_576,
         ge=0,
-        description="Nodes on several GPUs: sums of up to so many bytes go through symmetric memory, in one kernel, "
-        "and not through NCCL; 0: none do. 262144 would be a decode step's. Not measured yet.",
+        description="Nodes on several GPUs that see each other's memory: sums of up to so many bytes, as decode steps "
+        "have, go through symmetric memory, in one kernel, and not through NCCL; 0: none do.",
     )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
