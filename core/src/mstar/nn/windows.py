@@ -48,7 +48,8 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _able(q: Tensor) -> bool:
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return False
-    return torch.backends.cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
+    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return allowed and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
