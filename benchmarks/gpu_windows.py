@@ -1,10 +1,12 @@
-"""Attention within windows of one length on a GPU (Whisper's encoder): whose kernel is right, and whose is fastest?
+"""Attention within windows of one length on a GPU (of speech encoders and denoisers): whose kernel is right, and whose
+is fastest?
 
 Each kernel is compared with float32, in a captured graph that is replayed with other inputs, then timed in one:
 PyTorch's own, cuDNN's, and FlashInfer's two for packed segments. Under a minute.
 
     python benchmarks/gpu_windows.py --out gpu_windows.json
     python benchmarks/gpu_windows.py --check        # no timings
+    python benchmarks/gpu_windows.py --windows picture
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +38,26 @@ from mstar.resources.attention.flashinfer_pages import PageList
 __all__ = ["main"]
 
 DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
-POSITIONS, DIM = 1500, 64
-HEADS = {"large": 20, "small": 12}
 KERNELS = (("torch", "cudnn", "served"), ("fa2", "fa3"))
-ROWS = (1, 2, 4, 8, 16)
 LAYERS = 4
 """Calls of a graph, each with inputs of its own."""
 TOLERANCE = 2e-2
 """Of the largest value."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    positions: int
+    heads: int
+    dim: int
+    rows: tuple[int, ...]
+
+
+WINDOWS = {
+    "large": Windows(1500, 20, 64, (1, 2, 4, 8, 16)),
+    "small": Windows(1500, 12, 64, (1, 2, 4, 8, 16)),
+    "picture": Windows(4608, 24, 128, (1, 2, 4)),  # 1024 x 1024 and 512 tokens of text
+}
 
 Attend = Callable[[Tensor], Tensor]
 """Queries, keys and values ``[rows, positions, 3, heads, dim]``, as the encoder's projection leaves them, to
@@ -62,39 +77,41 @@ def as_served(fused: Tensor) -> Tensor:
     return attend_windows(*fused.permute(2, 0, 3, 1, 4)).transpose(1, 2)
 
 
-def by_flashinfer(kind: str, rows: int, heads: int) -> Attend:
+def by_flashinfer(kind: str, rows: int, windows: Windows) -> Attend:
     """Planned once: the segments are the same in each step."""
     library = FlashInferAttention().library(DEVICE)
-    kernel = Kernel(library, kind, Shape(heads, DIM, 1, DTYPE), Combination(heads, -1, False, DIM**-0.5, 0.0))
-    starts = np.arange(rows + 1, dtype=np.int32) * POSITIONS
-    lengths = np.full(rows, POSITIONS, np.int32)
-    kernel.plan(PageList(rows, rows * POSITIONS, np.concatenate((starts, starts)), lengths), None)
+    positions, heads, dim = windows.positions, windows.heads, windows.dim
+    kernel = Kernel(library, kind, Shape(heads, dim, 1, DTYPE), Combination(heads, -1, False, dim**-0.5, 0.0))
+    starts = np.arange(rows + 1, dtype=np.int32) * positions
+    lengths = np.full(rows, positions, np.int32)
+    kernel.plan(PageList(rows, rows * positions, np.concatenate((starts, starts)), lengths), None)
     indptr = torch.from_numpy(starts).to(DEVICE)
 
     def attend(fused: Tensor) -> Tensor:
         q, k, v = fused.flatten(0, 1).unbind(1)
         out = q.new_empty(q.shape)
         kernel.ragged(q, k, v, indptr, out)
-        return out.view(rows, POSITIONS, heads, DIM)
+        return out.view(rows, positions, heads, dim)
 
     return attend
 
 
-def kernels(rows: int, heads: int) -> dict[str, Callable[[], Attend]]:
+def kernels(rows: int, windows: Windows) -> dict[str, Callable[[], Attend]]:
     return {
         "torch": lambda: by_torch(SDPBackend.FLASH_ATTENTION),
         "cudnn": lambda: by_torch(SDPBackend.CUDNN_ATTENTION),
         "served": lambda: as_served,
-        "fa2": lambda: by_flashinfer("fa2", rows, heads),
-        "fa3": lambda: by_flashinfer("fa3", rows, heads),
+        "fa2": lambda: by_flashinfer("fa2", rows, windows),
+        "fa3": lambda: by_flashinfer("fa3", rows, windows),
     }
 
 
-def line_of(name: str, make: Callable[[], Attend], rows: int, heads: int, timed: bool) -> dict[str, Any]:
+def line_of(name: str, make: Callable[[], Attend], rows: int, windows: Windows, timed: bool) -> dict[str, Any]:
     """What a kernel that cannot be had raises is said in its line."""
-    line: dict[str, Any] = {"kernel": name, "heads": heads, "rows": rows}
+    positions, heads, dim = windows.positions, windows.heads, windows.dim
+    line: dict[str, Any] = {"kernel": name, "positions": positions, "heads": heads, "rows": rows}
     try:
-        attend, inputs = make(), [torch.randn(rows, POSITIONS, 3, heads, DIM, device=DEVICE, dtype=DTYPE)]
+        attend, inputs = make(), [torch.randn(rows, positions, 3, heads, dim, device=DEVICE, dtype=DTYPE)]
         inputs += [torch.randn_like(inputs[0]) for _ in range(LAYERS - 1)]
         began = time.perf_counter()
         attend(inputs[0])
@@ -112,7 +129,7 @@ def line_of(name: str, make: Callable[[], Attend], rows: int, heads: int, timed:
         line["right"] = line["error"] <= TOLERANCE
         if timed:
             spent = seconds(graph.replay) / LAYERS
-            line["us"], line["tflops"] = spent * 1e6, 4 * rows * heads * POSITIONS**2 * DIM / spent / 1e12
+            line["us"], line["tflops"] = spent * 1e6, 4 * rows * heads * positions**2 * dim / spent / 1e12
     except Exception as error:
         line |= {"right": None, "failed": failure(error)["failed"]}
     return line
@@ -123,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results to this file (JSON)")
     parser.add_argument("--check", action="store_true", help="correctness only")
+    parser.add_argument("--windows", default=",".join(WINDOWS), help="of which kinds")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this program needs a GPU")
@@ -131,13 +149,15 @@ def main() -> int:
     facts["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     lines: list[dict[str, Any]] = []
     # FlashInfer's last: where they are not at hand they are compiled, for minutes
-    for names, (size, heads), rows in itertools.product(KERNELS, HEADS.items(), ROWS):
-        made = kernels(rows, heads)
-        found = [line_of(name, made[name], rows, heads, not arguments.check) for name in names]
-        show(f"{size}, {rows} windows", found)
-        lines += found
-        if arguments.out is not None:
-            write(arguments.out, {"name": "gpu_windows", "environment": facts, "lines": lines})
+    for names, kind in itertools.product(KERNELS, arguments.windows.split(",")):
+        windows = WINDOWS[kind]
+        for rows in windows.rows:
+            made = kernels(rows, windows)
+            found = [line_of(name, made[name], rows, windows, not arguments.check) for name in names]
+            show(f"{kind}, {rows} windows", found)
+            lines += found
+            if arguments.out is not None:
+                write(arguments.out, {"name": "gpu_windows", "environment": facts, "lines": lines})
     wrong = [line for line in lines if line["right"] is False or (line["right"] is None and line["kernel"] == "served")]
     print(f"{len(wrong)} wrong")
     return 1 if wrong else 0

@@ -1,17 +1,20 @@
 """Pictures on a GPU: the engine against diffusers, against its own plain calls, and against what the device allows.
 
     python benchmarks/image_gpu.py --out FILE.json                                  # all shapes; no network, no weights
-    python benchmarks/image_gpu.py --shapes klein-4b --parts eager,graphs,floor --out FILE.json
+    python benchmarks/image_gpu.py --shapes klein-4b --parts floor,graphs,vae,diffusers --rounds 3 --at-once 1,4 \\
+        --out FILE.json                                                             # under two minutes
     python benchmarks/image_gpu.py --shapes tiny --device cpu --out FILE.json       # does it work? no figures
 
 Models have random weights at published shapes. Each part runs in a process of its own and the file is written after
 each: what breaks or takes longer than ``--limit`` is reported, and the next goes on.
 
-Parts: ``eager`` (plain calls), ``graphs`` (captured steps), ``compiled`` (and compiled layers), ``exact`` (the same
-with exact norms and eager rounding): latency of one request, pictures a second at 1, 4 and 16 at once, and the PSNR
-of the pictures to those of ``eager``. ``floor``: products and attention of one step alone. ``vae``: decoding, plain and
-compiled. ``diffusers`` and ``diffusers-compiled``: the reference, in batches of the same sizes. ``http``: ``compiled``
-behind ``mstar serve``.
+Parts, in the order in which they are run: ``floor``: products and attention of one step alone, and the step itself by
+plain PyTorch operations, with the fused kernels, and captured, the last two compared with the first. ``graphs``
+(captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``plain`` (neither
+kernels of M*'s own nor graphs): the same; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
+the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``. ``eager``: the kernels without
+graphs. ``compiled`` (and compiled layers), ``vae-compiled``, ``diffusers-compiled``: minutes each. ``exact``: compiled
+with exact norms and eager rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -36,15 +40,23 @@ import numpy as np
 from common import environment, table
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "eager": {"engine": {"runner": "eager", "compile": False}},
     "graphs": {"engine": {"compile": False}},
+    "plain": {"engine": {"runner": "eager", "compile": False}},
+    "eager": {"engine": {"runner": "eager", "compile": False}},
     "compiled": {"engine": {"compile": True}},
     "exact": {
         "engine": {"compile": True, "compile_rounding": True},
         "model_kwargs": {"compile_exact_ops": ["norms"]},
     },
 }
-PARTS = (*ENGINES, "floor", "vae", "diffusers", "diffusers-compiled", "http")
+PARTS = (
+    "floor", "graphs", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled", "diffusers-compiled",
+    "exact",
+)  # fmt: skip
+MINUTES = ("compiled", "exact")
+"""Parts that compile for each number of requests: one at a time is measured."""
+MOST_ROWS = 8
+"""Of a denoise step."""
 PROMPT = "A lighthouse on a cliff at dawn, gulls around it, long exposure, the sea a mist below"
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "mstar-core", "mstar-diffusion")
 PLUGINS = ("image.random_weights",)
@@ -71,7 +83,7 @@ def main(words: Sequence[str]) -> int:
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             results = found["results"][shape] = {}
-            for part in args.parts.split(","):
+            for part in sorted(args.parts.split(","), key=PARTS.index):
                 results[part] = _in_a_process(shape, part, scratch, args)
                 _derive(results, Path(scratch))
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
@@ -88,12 +100,15 @@ def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace)
     words = [sys.executable, __file__, "--child", shape, part, scratch, "--out", str(out), "--device", args.device]
     words += ["--at-once", args.at_once, "--rounds", str(args.rounds)]
     began = time.monotonic()
-    try:
-        done = subprocess.run(words, timeout=args.limit, stderr=subprocess.PIPE, text=True)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {args.limit:.0f} s"}
-    if done.returncode or not out.is_file():
-        return {"error": done.stderr.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+        try:
+            _, said = child.communicate(timeout=args.limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # what the child started, too: it holds the device
+            child.communicate()
+            return {"error": f"took longer than {args.limit:.0f} s"}
+    if child.returncode or not out.is_file():
+        return {"error": said.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
     found: dict[str, Any] = json.loads(out.read_text())
     return {**found, "part_s": time.monotonic() - began}
 
@@ -107,20 +122,32 @@ def measure(shape_name: str, part: str, scratch: str, args: argparse.Namespace) 
     if not folder.exists():
         folder.mkdir()
         write_shape(shape, folder)
-    at_once = [int(number) for number in args.at_once.split(",")]
+    at_once = [1] if part in MINUTES else [int(number) for number in args.at_once.split(",")]
+    if part == "plain":
+        _without_kernels()
     if part in ENGINES:
         return _engine(shape, folder, part, at_once, args, Path(scratch) / f"{part}.npy")
     if part == "http":
         return _http(shape, folder, at_once, args)
-    if part in ("floor", "vae"):
-        return (_floor if part == "floor" else _vae)(shape, folder, args)
+    if part == "floor":
+        return _floor(shape, folder, args)
+    if part.startswith("vae"):
+        return _vae(shape, folder, args, part == "vae-compiled")
     return _diffusers(shape, folder, part, at_once, args)
 
 
-def _options(shape: Any, part: str, device: str) -> dict[str, Any]:
+def _without_kernels() -> None:
+    """From now on PyTorch's own operations only, in this process."""
+    from mstar.nn import ops
+
+    ops.cuda_kernels_fault = lambda: "they are what is compared with"  # type: ignore[assignment]
+
+
+def _options(shape: Any, part: str, device: str, at_once: Sequence[int]) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(json.dumps(ENGINES[part]))
     options = fields.setdefault("model_kwargs", {})
-    options |= {"capture_sizes": [[shape.size, shape.size]]}
+    options["capture_sizes"] = [[shape.size, shape.size]]
+    options["capture_batch_sizes"] = sorted({min(count, MOST_ROWS) for count in (1, *at_once)})
     if shape.flux2:
         options["capture_edit_sizes"] = []
     if device == "cpu":  # no machine code, and no graphs: that the parts run is all that is asked there
@@ -146,20 +173,20 @@ def _engine(
 
     began = time.perf_counter()
     settings = _settings_of()
-    options = _options(shape, part, args.device)
+    options = _options(shape, part, args.device, at_once)
     with mstar.load(shape.key, weights=str(folder), device=args.device, settings=settings, **options) as model:
         start_s = time.perf_counter() - began
         knobs = {"width": shape.size, "height": shape.size, "num_inference_steps": shape.steps}
 
-        async def some(count: int) -> list[Any]:
-            asked = (model.agenerate(PROMPT, seed=seed, **knobs) for seed in range(count))
+        async def some(count: int, first: int = 0) -> list[Any]:
+            asked = (model.agenerate(PROMPT, seed=first + index, **knobs) for index in range(count))
             return list(await asyncio.gather(*asked))
 
         # what is compiled or captured at the first requests is not what is measured
-        for count in (1, *at_once):
+        for count in at_once:
             asyncio.run(some(count))
         found = {"start_s": start_s, **_rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)}
-        answers = asyncio.run(some(4))
+        answers = [answer for seed in range(4) for answer in asyncio.run(some(1, seed))]
         np.save(pictures, np.stack([answer.outputs["image"][0].frames[0] for answer in answers]))
     return found | _memory(args.device)
 
@@ -221,7 +248,8 @@ def _place(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _floor(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from image.floor import floor, seconds
+    from image.floor import floor
+    from image.steps import ways
 
     device, dtype = _place(args)
     node, model = _node(shape, folder, "dit", device, dtype)
@@ -234,13 +262,12 @@ def _floor(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
     step = _step(device, dtype)
     with torch.inference_mode():
-        plain = seconds(lambda: node.step(step, **inputs), device, args.rounds)
-        found = floor(node, inputs, step, args.rounds)
-    total = found["products_s"] + found["attention_s"]
-    return {**found, "step_floor_s": total, "plain_step_s": plain, "steps": shape.steps}
+        found = {**floor(node, inputs, step, args.rounds), "steps": shape.steps}
+        found["step_floor_s"] = found["products_s"] + found["attention_s"]
+        return found | ways(node, inputs, step, args.rounds)
 
 
-def _vae(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _vae(shape: Any, folder: Path, args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     import torch
     from image.floor import seconds
 
@@ -255,11 +282,11 @@ def _vae(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         found["plain_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
         (plain,) = node.forward(step, [latent])["image"]
         found |= _memory(args.device)
-        if device.type == "cuda":
+        if compiled and device.type == "cuda":
             compile_regions({"vae_decoder": node})
             found["compiled_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
-            (compiled,) = node.forward(step, [latent])["image"]
-            found["compiled_psnr_db"] = psnr(compiled.cpu().numpy(), plain.cpu().numpy())
+            (other,) = node.forward(step, [latent])["image"]
+            found["compiled_psnr_db"] = psnr(other.cpu().numpy(), plain.cpu().numpy())
     return found
 
 
@@ -289,7 +316,7 @@ def _diffusers(shape: Any, folder: Path, part: str, at_once: Sequence[int], args
             )
 
     with torch.inference_mode():
-        for count in (1, *at_once):
+        for count in at_once:
             run(count)
         return _rates(run, at_once, args.rounds) | _memory(args.device)
 
@@ -297,7 +324,7 @@ def _diffusers(shape: Any, folder: Path, part: str, at_once: Sequence[int], args
 def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
     import httpx
 
-    options = _options(shape, "compiled", args.device)
+    options = _options(shape, "graphs", args.device, at_once)
     config = folder.parent / "serve.yaml"
     config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **options}))
     more = {"MSTAR_EXTRA_PLUGINS": ",".join(_settings_of().extra_plugins), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -319,7 +346,7 @@ def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Names
                     for reply in await asyncio.gather(*asked):
                         reply.raise_for_status()
 
-            for count in (1, *at_once):
+            for count in at_once:
                 asyncio.run(some(count))
             return _rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)
         finally:
@@ -348,32 +375,46 @@ def psnr(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _derive(results: dict[str, Any], scratch: Path) -> None:
-    plain = scratch / "eager.npy"
+    plain = scratch / "plain.npy"
     for part in ENGINES:
         file = scratch / f"{part}.npy"
-        if part != "eager" and plain.is_file() and file.is_file():
+        if part != "plain" and plain.is_file() and file.is_file():
             pairs = zip(np.load(file), np.load(plain), strict=True)
             results[part]["psnr_db"] = min(psnr(one, other) for one, other in pairs)
     best = min((results[p]["latency_s"] for p in ENGINES if "latency_s" in results.get(p, {})), default=None)
     for part, word in (("diffusers", "over_diffusers"), ("diffusers-compiled", "over_compiled_diffusers")):
         if best and "latency_s" in results.get(part, {}):
             results.setdefault("derived", {})[word] = results[part]["latency_s"] / best
-    if "latency_s" in results.get("http", {}) and "latency_s" in results.get("compiled", {}):
-        share = results["http"]["latency_s"] / results["compiled"]["latency_s"]
+    if "latency_s" in results.get("http", {}) and "latency_s" in results.get("graphs", {}):
+        share = results["http"]["latency_s"] / results["graphs"]["latency_s"]
         results.setdefault("derived", {})["http_over_offline"] = share
-    if best and "step_floor_s" in results.get("floor", {}):
-        results.setdefault("derived", {})["floor_s_a_step"] = results["floor"]["step_floor_s"]
-        vae = results.get("vae", {}).get("compiled_s", results.get("vae", {}).get("plain_s"))
-        if vae is not None:
-            steps = results["floor"]["steps"]
-            denoise = max(best - vae, 1e-9)
-            results["derived"]["share_of_floor"] = steps * results["floor"]["step_floor_s"] / denoise
+    floor = results.get("floor", {})
+    if "step_floor_s" in floor:
+        derived = results.setdefault("derived", {})
+        derived["floor_s_a_step"] = floor["step_floor_s"]
+        derived |= {f"{way}_share_of_floor": floor["step_floor_s"] / floor[f"{way}_step_s"] for way in _timed(floor)}
+        decoding = [results.get(part, {}) for part in ("vae", "vae-compiled")]
+        vae = min((found[key] for found in decoding for key in ("plain_s", "compiled_s") if key in found), default=None)
+        if best and vae is not None:
+            derived["share_of_floor"] = floor["steps"] * floor["step_floor_s"] / max(best - vae, 1e-9)
+
+
+def _timed(floor: dict[str, Any]) -> list[str]:
+    return [way for way in ("plain", "fused", "captured") if f"{way}_step_s" in floor]
 
 
 def _print(results: dict[str, Any]) -> None:
     for shape, parts in results.items():
         rows = [{"part": name, **{k: v for k, v in found.items() if k != "error"}} for name, found in parts.items()]
-        columns = ["part", "latency_s", "pictures_per_s_1", "pictures_per_s_4", "pictures_per_s_16", "psnr_db"]
+        columns = [
+            "part",
+            "latency_s",
+            "pictures_per_s_1",
+            "pictures_per_s_4",
+            "pictures_per_s_16",
+            "psnr_db",
+            "part_s",
+        ]
         table(shape, rows, columns, digits=3)
         for name, found in parts.items():
             if "error" in found:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
+import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,15 +40,19 @@ def measured(tmp_path: Path, shape: str, parts: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
-    results = measured(tmp_path, "tiny", "eager,graphs,floor,vae,diffusers")
-    for part in ("eager", "graphs", "diffusers"):
+    results = measured(tmp_path, "tiny", "plain,graphs,floor,vae,diffusers")
+    ran = [part for part in results if part != "derived"]
+    assert ran == ["floor", "graphs", "plain", "vae", "diffusers"], "what is worth most comes first"
+    for part in ("plain", "graphs", "diffusers"):
         assert results[part]["latency_s"] > 0
         assert results[part]["pictures_per_s_2"] > 0
     assert results["graphs"]["psnr_db"] == 99, "the same seeds and weights give the same pictures"
     assert results["floor"]["products_s"] > 0
     assert results["floor"]["attention_s"] > 0
+    assert results["floor"]["plain_step_s"] > 0
     assert results["vae"]["plain_s"] > 0
-    assert {"over_diffusers", "share_of_floor", "floor_s_a_step"} <= results["derived"].keys()
+    derived = {"over_diffusers", "share_of_floor", "floor_s_a_step", "plain_share_of_floor"}
+    assert derived <= results["derived"].keys()
 
 
 @pytest.mark.timeout(300)
@@ -65,20 +72,46 @@ def test_what_breaks_is_reported(tmp_path: Path) -> None:
     assert (done.returncode, "unknown parts strange" in done.stderr) == (2, True)
 
 
+_HOLDS_ON = """
+import subprocess, sys
+from pathlib import Path
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+Path(sys.argv[sys.argv.index("--out") + 1]).with_suffix(".pid").write_text(str(left.pid))
+"""
+
+
+def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that its part leaves behind holds the part's pipe, and the device."""
+    program = importlib.import_module("image_gpu")
+    script = tmp_path / "script.py"
+    script.write_text(_HOLDS_ON)
+    monkeypatch.setattr(program, "__file__", str(script))
+    args = argparse.Namespace(device="cpu", at_once="1", rounds=1, limit=4.0)
+    assert "took longer than 4 s" in program._in_a_process("tiny", "http", str(tmp_path), args)["error"]
+    try:
+        left = os.pidfd_open(int((tmp_path / "http.pid").read_text()))
+    except ProcessLookupError:
+        return
+    with open(left) as ended:
+        assert select.select([ended], [], [], 30)[0]
+
+
 def test_figures() -> None:
     program = importlib.import_module("image_gpu")
     grey = np.full((4, 4, 3), 100, np.uint8)
     assert program.psnr(grey, grey) == 99
     assert program.psnr(grey, grey + 1) == pytest.approx(48.13, abs=0.01)
     results: dict[str, Any] = {
-        "compiled": {"latency_s": 0.5},
-        "floor": {"step_floor_s": 0.08, "steps": 4},
-        "vae": {"plain_s": 0.09, "compiled_s": 0.1},
+        "graphs": {"latency_s": 0.5},
+        "floor": {"step_floor_s": 0.08, "steps": 4, "captured_step_s": 0.1},
+        "vae": {"plain_s": 0.11},
+        "vae-compiled": {"plain_s": 0.11, "compiled_s": 0.1},
         "diffusers-compiled": {"latency_s": 0.6},
         "http": {"latency_s": 0.51},
     }
     program._derive(results, Path("nowhere"))
     derived = results["derived"]
     assert derived["share_of_floor"] == pytest.approx(4 * 0.08 / 0.4)
+    assert derived["captured_share_of_floor"] == pytest.approx(0.8)
     assert derived["over_compiled_diffusers"] == pytest.approx(1.2)
     assert derived["http_over_offline"] == pytest.approx(1.02)

@@ -23,7 +23,8 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
     files = [
-        HERE / f"cuda_{name}_cases.py" for name in ("attention", "delta", "invariant", "linear", "ops", "sampling")
+        HERE / f"cuda_{name}_cases.py"
+        for name in ("attention", "delta", "invariant", "linear", "modulate", "ops", "sampling")
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -155,6 +156,37 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     sizes = {"state_stride": 131072, "columns": 32, "kept": True}
     scanned = _compile(chunks._scan, scan, "most:i32", aligned=True, **heads, **sizes, **way)
     assert "mma" in scanned
+
+
+def test_kernels_of_modulated_transformers_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_modulate as modulate
+
+    vectors = "gate:bf16 inner_weight:bf16 weight:bf16 scale:bf16 shift:bf16 kept:bf16 out:bf16"
+    sizes = "tokens:i32 x_row:i32 x_token:i32 delta_row:i32 delta_token:i32 gate_row:i32 scale_row:i32 shift_row:i32"
+    whole: dict[str, Any] = {"size": 3072, "block": 4096, "scaled": True, "shifted": True, "gated": True}
+    for added, bounded, inner, kind in (
+        (True, False, 0, 2),
+        (True, True, 1, 1),
+        (True, False, 0, 0),
+        (False, False, 0, 2),
+    ):
+        norms = {"added": added, "bounded": bounded, "inner": inner, "inner_weighed": inner > 0, "kind": kind}
+        assert _compile(
+            modulate._add_modulate, f"x:bf16 delta:bf16 {vectors}", f"inner_eps:fp32 eps:fp32 {sizes}", aligned=True,
+            weighed=kind == 1, **whole, **norms,
+        )  # fmt: skip
+    places = "tokens:i32 fused_row:i32 fused_token:i32 out_plane:i32 out_row:i32 out_token:i32"
+    for planes in (2, 3):
+        assert _compile(
+            modulate._turn_heads, "fused:bf16 q_weight:bf16 k_weight:bf16 cos:fp32 sin:fp32 out:bf16",
+            f"q_eps:fp32 k_eps:fp32 {places}", aligned=True, heads=24, planes=planes, size=128, group=8, block=128,
+        )  # fmt: skip
+    for width in (0, 3072):
+        assert _compile(
+            modulate._swiglu, "ahead:bf16 gate_up:bf16 out:bf16", "ahead_stride:i32 stride:i32", aligned=True,
+            width=width, hidden=9216, block=1024,
+        )  # fmt: skip
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

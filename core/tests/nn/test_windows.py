@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mstar.nn import windows
 from mstar.nn.windows import attend_windows
@@ -78,15 +81,26 @@ def test_a_kernel_that_is_not_right_is_not_used(
     assert reason in said
 
 
+def test_a_caller_that_rules_cudnn_out_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    assert windows._able(on_cuda)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert not windows._able(on_cuda)
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
+        assert windows._able(on_cuda)
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="there is no such GPU"
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("positions", "dim"), [(1500, 64), (4608, 128)])  # Whisper's, FLUX.2's at 1024 x 1024
 def test_on_a_gpu_a_capture_holds_what_plain_calls_found_right(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: int, dim: int
 ) -> None:
     monkeypatch.setattr(windows, "_right", {})
-    fused = torch.randn(3, 1500, 3, 4, 64, device="cuda").to(dtype)
+    fused = torch.randn(3, positions, 3, 4, dim, device="cuda").to(dtype)
     attend_windows(*fused.permute(2, 0, 3, 1, 4))
     assert list(windows._right.values()) == [True]
     torch.cuda.synchronize()

@@ -202,7 +202,9 @@ def test_captured_steps(
 
 # --- compiled layers --------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("key", "exact"), [("z_image_turbo", ["norms"]), ("flux2_klein", False)])
+@pytest.mark.parametrize(
+    ("key", "exact"), [("z_image_turbo", ["norms"]), ("z_image_turbo", False), ("flux2_klein", False)]
+)
 def test_layers_can_be_compiled(
     registry: Registry,
     folder_of: Callable[[str], Path],
@@ -228,6 +230,8 @@ def test_layers_can_be_compiled(
                 one.run()
             got, want = (one.result(str(example.knobs))["image"].astype(int) for one in (driver, plain))
             assert np.abs(got - want).max() <= 1
+        if not exact:  # each kind of block in one piece, and once for all blocks and sizes
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if key == "flux2_klein" else 1)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

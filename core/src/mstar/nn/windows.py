@@ -1,4 +1,4 @@
-"""Attention within windows that all have one length and keep nothing: an encoder's of sound.
+"""Attention within windows that all have one length and keep nothing: an encoder's of sound, a denoiser's of pictures.
 
 On GPUs from compute capability 9.0 on cuDNN has a kernel for it that PyTorch's own, of an older generation, does not
 reach. It prepares itself for each shape anew, tens of milliseconds, which is why it is off for rows of any length
@@ -37,21 +37,28 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     values of that shape; they may be views, as long as each head is one run of memory.
 
     On a device and in a dtype that cuDNN has a kernel for it is used once it has been found to be right, by one window
-    of the shape against PyTorch's. That is not done in a capture, before which a step runs as plain calls anyway.
+    of the shape against PyTorch's. That is not done in a capture, before which a step runs as plain calls anyway. Where
+    the caller has PyTorch choose among some kernels only (``sdpa_kernel``) without cuDNN's, that holds.
     """
-    if _able(q) and _is_right(q):
-        return _cudnn(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v)
+    if not _able(q):
+        return F.scaled_dot_product_attention(q, k, v)
+    return _cudnn(q, k, v) if _is_right(q) else _without_cudnn(q, k, v)
 
 
 def _able(q: Tensor) -> bool:
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return False
-    return torch.cuda.get_device_capability(q.device) >= _CAPABILITY
+    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return allowed and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(_BACKENDS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def _without_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(_BACKENDS[1:], set_priority=True):
         return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -73,7 +80,7 @@ def _fault(device: torch.device, dtype: torch.dtype, heads: int, positions: int,
     generator = torch.Generator(device).manual_seed(0)
     made = torch.randn((1, positions, 3, heads, dim), generator=generator, device=device).to(dtype)
     q, k, v = made.permute(2, 0, 3, 1, 4)
-    wanted = F.scaled_dot_product_attention(q, k, v).float()
+    wanted = _without_cudnn(q, k, v).float()
     try:
         got = _cudnn(q, k, v).float()
         worst = float((got - wanted).abs().max() / wanted.abs().max())

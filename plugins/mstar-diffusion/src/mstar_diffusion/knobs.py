@@ -84,8 +84,8 @@ class ImageOptions(Knobs):
     )
     compile_exact_ops: bool | Annotated[tuple[Literal["norms", "activations"], ...], Field(max_length=2)] = Field(
         False,
-        description="With `engine.compile`: these operations of the denoiser stay what they are without it, bit for "
-        "bit; true: both kinds.",
+        description="With `engine.compile`: the compiler leaves these operations of the denoiser alone; true: both "
+        "kinds.",
     )
     vae_compile: bool = Field(
         True, description="With `engine.compile`: compile the decoder of pictures too.", strict=True

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mstar.nn.windows import attend_windows
+
 __all__ = ["ATTENTION_BACKENDS", "attend", "attention_by"]
 
 ATTENTION_BACKENDS: dict[str, tuple[SDPBackend, ...]] = {
@@ -32,11 +34,12 @@ for each length anew, is worth its preparation here."""
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
     """``[rows, tokens, heads, head_dim]`` of queries, keys and values of that shape; keys and values may have fewer
     heads, each shared by as many query heads. *mask*: bool ``[rows, 1, tokens, tokens]``, true where a query sees."""
-    shared = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, 0.0, causal, enable_gqa=shared
-    )
-    return out.transpose(1, 2)
+    # a branch, because a compiler for which heads have any number gives no plain boolean
+    shared = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if mask is None and not causal and not shared:
+        return attend_windows(q, k, v).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, **shared).transpose(1, 2)
 
 
 @contextmanager

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from mstar.nn.ops.modulate import swiglu
 from mstar_diffusion.exact import Activation
 
 __all__ = ["SwiGLU"]
 
 
 class SwiGLU(Activation):
-    """``silu(first half) * second half`` of the last dimension (Shazeer 2020)."""
+    """``silu(first half) * second half`` of the last dimension; see :func:`mstar.nn.ops.modulate.swiglu`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        return swiglu(x, before)

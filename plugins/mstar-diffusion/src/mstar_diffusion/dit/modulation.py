@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mstar.nn.linear import Linear
 
-__all__ = ["Modulation", "Shifted", "modulated"]
+__all__ = ["Modulation", "Shifted"]
 
 
 class Modulation(NamedTuple):
@@ -22,11 +22,6 @@ class Modulation(NamedTuple):
     shift: Tensor
     scale: Tensor
     gate: Tensor
-
-
-def modulated(normed: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """``normed * (1 + scale) + shift``."""
-    return (1 + scale) * normed + shift
 
 
 class Shifted(nn.Module):

@@ -18,18 +18,11 @@ __all__ = ["AxesRope", "Turn", "grid", "line"]
 
 
 class Turn(NamedTuple):
-    """Cosines and sines of one row's tokens, the same for all rows of a step: float32 ``[tokens, head_dim / 2]``."""
+    """Cosines and sines of one row's tokens, the same for all rows of a step: float32 ``[tokens, head_dim / 2]``, as
+    :func:`mstar.nn.ops.modulate.turn_heads` wants them."""
 
     cos: Tensor
     sin: Tensor
-
-    def apply(self, heads: Tensor) -> Tensor:
-        """Rotate pairs of neighbours in *heads* ``[rows, tokens, heads, head_dim]``, in float32."""
-        pairs = heads.float().view(*heads.shape[:-1], -1, 2)
-        first, second = pairs.unbind(-1)
-        cos, sin = self.cos[:, None], self.sin[:, None]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
-        return turned.flatten(-2).to(heads.dtype)
 
     def join(self, *others: Turn) -> Turn:
         """The turns of these tokens and those of *others*, one after the other."""

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from mstar.nn.linear import ColumnLinear, Linear, QKVLinear, RowLinear
 from mstar.nn.mesh import current_mesh
 from mstar.nn.node import Node, Step
+from mstar.nn.ops.modulate import Addition, Heads, add, add_modulate, modulate, turn_heads
 from mstar.nn.sequence import SequenceShards
 from mstar.nn.shards import Division, share
 from mstar.spec.errors import SetupError
 from mstar_diffusion.dit.attention import attend, attention_by
 from mstar_diffusion.dit.feed_forward import SwiGLU
-from mstar_diffusion.dit.modulation import Modulation, Shifted, modulated
+from mstar_diffusion.dit.modulation import Modulation, Shifted
 from mstar_diffusion.dit.rope import AxesRope, Turn, grid, line
 from mstar_diffusion.dit.time import time_waves
 from mstar_diffusion.layout import refuse_unknown
@@ -136,11 +137,10 @@ class JointAttention(nn.Module):
     def forward(
         self, picture: Tensor, text: Tensor, turn: Turn, shards: SequenceShards | None
     ) -> tuple[Tensor, Tensor]:
-        q, k, v = self.to_qkv(picture).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        text_q, text_k, text_v = self.added_qkv(text).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        q = turn.apply(torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1))
-        k = turn.apply(torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1))
-        mixed = _mixed(q, k, torch.cat((text_v, v), 1), shards)
+        of_picture = self.to_qkv(picture).unflatten(-1, (3, self.heads, -1))
+        of_text = self.added_qkv(text).unflatten(-1, (3, self.heads, -1))
+        parts = Heads(of_text, self.norm_added_q, self.norm_added_k), Heads(of_picture, self.norm_q, self.norm_k)
+        mixed = _mixed(*turn_heads(parts, *turn), shards)
         of_text, of_picture = mixed[:, : text.shape[1]], mixed[:, text.shape[1] :]
         return self.to_out[0](of_picture), self.to_add_out(of_text)
 
@@ -165,16 +165,21 @@ class DoubleBlock(nn.Module):
         *shards*: of which sequence these are a rank's tokens, text and picture; ``None``: they are all."""
         (mixing, feeding), (text_mixing, text_feeding) = steered, text_steered
         mixed, text_mixed = self.attn(
-            modulated(self.norm1(picture), mixing.scale, mixing.shift),
-            modulated(self.norm1_context(text), text_mixing.scale, text_mixing.shift),
+            modulate(picture, self.norm1, mixing.scale, mixing.shift),
+            modulate(text, self.norm1_context, text_mixing.scale, text_mixing.shift),
             turn,
             shards,
         )
-        picture = picture + mixing.gate * mixed
-        picture = picture + feeding.gate * self.ff(modulated(self.norm2(picture), feeding.scale, feeding.shift))
-        text = text + text_mixing.gate * text_mixed
-        fed = self.ff_context(modulated(self.norm2_context(text), text_feeding.scale, text_feeding.shift))
-        return picture, text + text_feeding.gate * fed
+        picture = self._fed(picture, Addition(mixed, mixing.gate), self.norm2, self.ff, feeding)
+        return picture, self._fed(
+            text, Addition(text_mixed, text_mixing.gate), self.norm2_context, self.ff_context, text_feeding
+        )
+
+    @staticmethod
+    def _fed(x: Tensor, mixed: Addition, norm: nn.LayerNorm, ff: FeedForward, steered: Modulation) -> Tensor:
+        """The stream *x* with attention's share *mixed* and the feed-forward's."""
+        x, normed = add_modulate(x, mixed, norm, steered.scale, steered.shift)
+        return add(x, Addition(ff(normed), steered.gate))
 
 
 class ParallelAttention(nn.Module):
@@ -195,9 +200,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
         qkv, fed = self.to_qkv_mlp_proj(x).split(self.parts, -1)
-        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).unbind(2)
-        mixed = _mixed(turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k)), v, shards)
-        return self.to_out(torch.cat((mixed, self.act(fed)), -1))  # type: ignore[no-any-return]
+        heads = Heads(qkv.unflatten(-1, (3, self.heads, -1)), self.norm_q, self.norm_k)
+        return self.to_out(self.act(fed, _mixed(*turn_heads((heads,), *turn), shards)))  # type: ignore[no-any-return]
 
 
 class SingleBlock(nn.Module):
@@ -208,7 +212,8 @@ class SingleBlock(nn.Module):
 
     def forward(self, x: Tensor, steered: Modulation, turn: Turn, shards: SequenceShards | None = None) -> Tensor:
         """*shards*: as :meth:`DoubleBlock.forward`'s."""
-        return x + steered.gate * self.attn(modulated(self.norm(x), steered.scale, steered.shift), turn, shards)  # type: ignore[no-any-return]
+        mixed = self.attn(modulate(x, self.norm, steered.scale, steered.shift), turn, shards)
+        return add(x, Addition(mixed, steered.gate))
 
 
 class TimestepEmbedder(nn.Module):
@@ -229,8 +234,7 @@ class OutNorm(nn.Module):
         self.norm = config.norm()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        scale, shift = self.linear(F.silu(time)).chunk(2, -1)
-        return self.norm(x) * (1 + scale)[:, None] + shift[:, None]  # type: ignore[no-any-return]
+        return modulate(x, self.norm, *self.linear(F.silu(time))[:, None].chunk(2, -1))
 
 
 class Flux2Dit(Node):

@@ -9,7 +9,7 @@ caption does not depend on the noise: two blocks refine it once, and two refine 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mstar.nn.linear import Linear, MergedLinear, QKVLinear, RowLinear
 from mstar.nn.mesh import current_mesh
 from mstar.nn.node import Node, Step
+from mstar.nn.ops.modulate import Addition, Heads, add, add_modulate, modulate, turn_heads
 from mstar.nn.sequence import SequenceShards
 from mstar.spec.errors import SetupError
 from mstar_diffusion.dit.attention import attend, attention_by
@@ -112,8 +113,8 @@ class Attention(nn.Module):
         self.to_out = nn.ModuleList([RowLinear(dim, dim, unit=head)])
 
     def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
-        q, k, v = self.to_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        q, k = turn.apply(self.norm_q(q)), turn.apply(self.norm_k(k))
+        heads = Heads(self.to_qkv(x).unflatten(-1, (3, self.heads, -1)), self.norm_q, self.norm_k)
+        q, k, v = turn_heads((heads,), *turn)
         mixed = attend(q, k, v) if shards is None else shards.attend(attend, q, k, v)
         return self.to_out[0](mixed.flatten(2))  # type: ignore[no-any-return]
 
@@ -148,13 +149,14 @@ class Block(nn.Module):
     ) -> Tensor:
         """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``. *shards*: of which sequence these are a rank's tokens;
         ``None``: they are all."""
-        if time is None:
-            x = x + self.attention_norm2(self.attention(self.attention_norm1(x), turn, shards))
-            return x + self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))  # type: ignore[no-any-return]
-        vectors = self.adaLN_modulation[0](time)[:, None].chunk(4, -1)
-        (scale, mlp_scale), (gate, mlp_gate) = (1 + vectors[0], 1 + vectors[2]), (vectors[1].tanh(), vectors[3].tanh())
-        x = x + gate * self.attention_norm2(self.attention(self.attention_norm1(x) * scale, turn, shards))
-        return x + mlp_gate * self.ffn_norm2(self.feed_forward(self.ffn_norm1(x) * mlp_scale))  # type: ignore[no-any-return]
+        vectors: Sequence[Tensor | None] = (None,) * 4
+        if time is not None:
+            vectors = self.adaLN_modulation[0](time)[:, None].chunk(4, -1)
+        scale, gate, mlp_scale, mlp_gate = vectors
+        mixed = self.attention(modulate(x, self.attention_norm1, scale), turn, shards)
+        mixing = Addition(mixed, gate, self.attention_norm2, bounded=True)
+        x, normed = add_modulate(x, mixing, self.ffn_norm1, mlp_scale)
+        return add(x, Addition(self.feed_forward(normed), mlp_gate, self.ffn_norm2, bounded=True))
 
 
 class TimeEmbedder(nn.Module):
@@ -174,7 +176,8 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.ModuleDict({"1": Linear(min(config.dim, _TIME), config.dim, True)})
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        return self.linear(self.norm_final(x) * (1 + self.adaLN_modulation["1"](F.silu(time)))[:, None])  # type: ignore[no-any-return]
+        scale = self.adaLN_modulation["1"](F.silu(time))[:, None]
+        return self.linear(modulate(x, self.norm_final, scale))  # type: ignore[no-any-return]
 
 
 class SingleRope(AxesRope):
@@ -182,7 +185,7 @@ class SingleRope(AxesRope):
 
     def turned(self, angles: Tensor) -> Turn:
         points = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
-        return Turn(points.real, points.imag)
+        return Turn(points.real.contiguous(), points.imag.contiguous())
 
 
 class ZImageDit(Node):
