@@ -214,6 +214,8 @@ def test_the_client_end_counts_credit_and_playback() -> None:
     assert out.deadline(now=11.0) == 10.0 + 6 * 0.5
     out.ack(1)
     assert not out.full
+    out.sent(2, 20.0)  # after seven seconds of silence
+    assert out.deadline(now=20.0) == 20.0 + 2 * 0.5
 
 
 def test_payloads() -> None:
