@@ -196,6 +196,14 @@ def test_earliest_deadline_first_across_and_within_groups():
     assert [step(s, now=9.0)[0][0] for _ in range(3)] == ["early", "second", "late"]
 
 
+def test_rows_keep_their_places_where_all_fit():
+    """So that what was made for a step's rows serves the next step."""
+    s = scheduler(decode("a", deadline=3.0), decode("b", deadline=1.0), decode("c"), prefill("p", 7))
+    assert step(s, now=9.0) == [("a", 1), ("b", 1), ("c", 1), ("p", 7)]
+    s = scheduler(decode("a", deadline=3.0), decode("b", deadline=1.0), prefill("p", 7), max_step_tokens=8)
+    assert step(s, now=9.0) == [("b", 1), ("a", 1), ("p", 6)]
+
+
 def test_overload_of_deadlines_starves_no_other_group():
     s = scheduler(decode("lm"), decode("c", group=CODEC, deadline=0.0))
     for n in range(DefaultScheduler.URGENT_RUN + 1):
