@@ -215,6 +215,22 @@ def test_overload_of_deadlines_starves_no_other_group():
     assert n == DefaultScheduler.URGENT_RUN
 
 
+def test_urgent_steps_that_passed_nobody_over_do_not_count():
+    """However many there were: who comes then waits no longer than others."""
+    s = scheduler()
+    for n in range(DefaultScheduler.URGENT_RUN + 2):
+        s.ready(decode("lm", deadline=0.0))
+        assert step(s, now=float(n)) == [("lm", 1)]
+    s.ready(decode("c", group=CODEC, deadline=1000.0))
+    served = []
+    for n in range(DefaultScheduler.URGENT_RUN + 1):
+        s.ready(decode("lm", deadline=0.0))
+        served.append(step(s, now=10.0 + n)[0][0])
+        if served[-1] == "c":
+            break
+    assert served == ["lm"] * DefaultScheduler.URGENT_RUN + ["c"]
+
+
 def test_overload_of_deadlines_starves_nothing_in_the_same_group():
     s = scheduler(decode("no deadline"), decode("c", deadline=0.0), max_step_rows=1)
     served = []

@@ -83,7 +83,7 @@ class LMCodecFacts:
 
 
 def window_sizes(chunk: Ramp | Fixed) -> list[int]:
-    """Items of the windows that *chunk* cuts a stream into, each size once. Left out are the windows of streams that end
+    """Items of the windows that *chunk* cuts a stream into, each size once. Left out are those of streams that end
     within the first one, and those of any size in which a stream without look-ahead ends, unless they are padded."""
     found: dict[int, None] = {}
     for left, new, ahead in cuts(chunk, ends=bool(chunk.ahead or chunk.padded)):

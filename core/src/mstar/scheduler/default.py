@@ -178,10 +178,13 @@ class DefaultScheduler(Scheduler):
         if item is None or item.deadline is None or item.deadline > urgent:
             self._urgent_run = 0
             return None
-        if self._urgent_run == self.URGENT_RUN and len(self._turns) > 1:
+        if len(self._turns) == 1:  # nobody is passed over
+            self._urgent_run = 0
+        elif self._urgent_run >= self.URGENT_RUN:
             self._urgent_run = 0
             return None
-        self._urgent_run += 1
+        else:
+            self._urgent_run += 1
         return self._groups[item.group]
 
     def _watch_clock(self, now: float) -> None:

@@ -65,7 +65,8 @@ class OrpheusOptions(TextOptions):
     )
     overlap_ms: Finite = Field(0.0, ge=0, le=85, description="Sound that is cross-faded where two windows meet.")
     codec_rows: _Sizes = Field(
-        (1, 2, 4, 8, 16, 32, 64), description="Windows that share a step: to how many captured ones are filled up."
+        (1, 2, 4, 8, 12, 16, 24, 32, 48, 64),
+        description="Windows that share a step: to how many captured ones are filled up.",
     )
     codec_dtype: Literal["float32", "bfloat16"] = Field("float32", description="What the codec computes in.")
 
