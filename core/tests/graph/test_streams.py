@@ -90,7 +90,11 @@ def test_windows_with_look_ahead(
             got = stream.pull()
             items = got.ref.tensor().tolist()
             size = sizes[min(pulls, len(sizes) - 1)] * unit
-            assert got.new == min(size, whole - done)
+            rest = whole - done
+            if got.new < size:  # an end: as much as leaves the look-ahead whole, then the smallest pieces
+                assert stream.ended
+                fit = [n * unit for n in sizes if (n + ahead) * unit <= rest]
+                assert got.new == min(rest, max(fit, default=min(sizes) * unit) if ahead else size)
             assert got.left == min(left * unit, done)
             assert got.ahead == min(ahead * unit, whole - done - got.new)
             assert got.offset == done - got.left
@@ -214,6 +218,8 @@ def test_the_client_end_counts_credit_and_playback() -> None:
     assert out.deadline(now=11.0) == 10.0 + 6 * 0.5
     out.ack(1)
     assert not out.full
+    out.sent(2, 20.0)  # after seven seconds of silence
+    assert out.deadline(now=20.0) == 20.0 + 2 * 0.5
 
 
 def test_payloads() -> None:

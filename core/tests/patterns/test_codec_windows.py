@@ -9,7 +9,7 @@ import pytest
 import torch
 from wide_codec import FRAME, SAMPLES, VARIANTS, sound
 
-from mstar.patterns.lm_codec import window_sizes
+from mstar.patterns.lm_codec import most_new, window_sizes
 from mstar.plugins import load_plugins
 from mstar.processing.crossfade import Crossfade
 from mstar.registry import Registry
@@ -112,7 +112,8 @@ def test_a_token_that_ends_the_answer_is_a_code_like_any_other_here() -> None:
 @pytest.mark.parametrize(
     ("chunk", "sizes"),
     [
-        (Fixed(1, 1, 2, 7), [21, 28]),
+        (Fixed(1, 1, 2, 7), [21, 28, 14]),
+        (Ramp((1, 2, 4), left=1, ahead=2), [3, 5, 7, 4, 2]),
         (Fixed(4), [4]),
         (Ramp((1, 3, 8), left=9), [1, 4, 12, 17]),
         (Ramp((1, 3, 8), left=9, padded=(4, 20)), [4, 20]),
@@ -121,3 +122,9 @@ def test_a_token_that_ends_the_answer_is_a_code_like_any_other_here() -> None:
 def test_window_sizes(chunk: Fixed | Ramp, sizes: list[int]) -> None:
     assert window_sizes(chunk) == sizes
     assert all(a != b for a, b in pairwise(sizes))
+
+
+def test_windows_of_one_size_have_as_much_that_is_new() -> None:
+    """Ends included: a codec may then compute what is new of a window by its size."""
+    assert most_new(Ramp((1, 1, 2, 2, 4), left=1, ahead=2)) == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 7: 4}
+    assert most_new(Fixed(3, left=1)) == {1: 1, 2: 2, 3: 3, 4: 3}

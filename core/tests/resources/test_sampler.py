@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.sampler import ConstraintFactory, SamplerResource
@@ -360,6 +361,30 @@ def test_a_long_history_is_kept_whole() -> None:
     drawn = [step(resource, owners, scores) for _ in range(900)]
     assert [row[0] for row in drawn] == list(range(900))
     assert [row[1] for row in drawn] == list(range(VOCAB - 1, VOCAB - 901, -1))
+
+
+class Operations(TorchDispatchMode):
+    """Counts what the device is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_commit_with_penalties_asks_the_device_as_little_for_many_rows_as_for_one() -> None:
+    counts = []
+    for rows in (1, 8):
+        resource = sampler()
+        owners = [start(resource, str(n), repetition_penalty=1.3) for n in range(rows)]
+        step(resource, owners, logits(rows))  # room for their histories
+        work = [Row(owner) for owner in owners]
+        resource.plan(work).sample(logits(rows))
+        with Operations() as operations:
+            resource.commit(work)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_slots_run_out_and_come_back() -> None:

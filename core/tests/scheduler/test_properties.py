@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mstar.scheduler.base import Item
+from mstar.scheduler.base import Item, Ticket
 from mstar.scheduler.default import DefaultScheduler
-from mstar.scheduler.groups import PATIENCE
+from mstar.scheduler.groups import GATHER, PATIENCE
 from mstar.spec.deployment import SchedulerOptions
 
 GROUPS = [("lm",), ("codec",), ("denoise", 64)]
@@ -22,6 +22,9 @@ class ReadyItems(RuleBasedStateMachine):
         self.limits = {GROUPS[2]: limit}
         self.options = SchedulerOptions(max_step_rows=rows, max_step_tokens=tokens)
         self.scheduler = DefaultScheduler(self.options, self.limits.get)
+        for request in "abcdef":
+            self.scheduler.submit(Ticket(request))
+        self.scheduler.start(lambda ticket: True)
         self.ready: dict[Item, None] = {}  # in the order of arrival, so that examples can be replayed
         self.cut: list[Item] = []
         self.now = 0.0
@@ -33,8 +36,9 @@ class ReadyItems(RuleBasedStateMachine):
         sort=st.sampled_from(["decode", "chunk", "whole"]),
         due_in=st.none() | st.floats(-5, 20),
         priority=st.integers(0, 1),
+        patient=st.booleans(),
     )
-    def add(self, request, group, tokens, sort, due_in, priority):
+    def add(self, request, group, tokens, sort, due_in, priority, patient):
         item = Item(
             request,
             group,
@@ -44,6 +48,7 @@ class ReadyItems(RuleBasedStateMachine):
             deadline=None if due_in is None else self.now + due_in,
             priority=priority,
             payload=object(),
+            patient=patient,
         )
         self.scheduler.ready(item)
         self.ready[item] = None
@@ -130,8 +135,9 @@ SORTS = st.sampled_from(["decode", "chunk", "whole"])
     group=st.sampled_from(GROUPS),
     sort=SORTS,
     size=st.integers(1, 40),
+    patient=st.booleans(),
 )
-def test_nothing_starves(rows, tokens, rivals, group, sort, size):
+def test_nothing_starves(rows, tokens, rivals, group, sort, size, patient):
     """One call among rivals that come back after every step, some of them overdue, is done within a bound that depends
     only on how many rivals stand before it."""
     s = DefaultScheduler(SchedulerOptions(max_step_rows=rows, max_step_tokens=tokens))
@@ -147,11 +153,16 @@ def test_nothing_starves(rows, tokens, rivals, group, sort, size):
         sizes[rival] = rival_size
         s.ready(rival)
     target = item("target", group, sort, size)
+    if patient:
+        target.patient, target.deadline = True, 1e9
+    for name in ("target", *map(str, range(len(rivals)))):
+        s.submit(Ticket(name))
+    s.start(lambda ticket: True)
     s.ready(target)
 
     chunk_steps = sum(n // tokens + 1 for n in [size, *sizes.values()])
     services = (len(rivals) + 1 + chunk_steps) * 8  # a cut call makes at least an eighth of a step's progress
-    bound = services * (PATIENCE + 1)
+    bound = services * (PATIENCE + 1) + chunk_steps * GATHER * patient
     for n in range(bound):
         batch = s.next(float(n))
         for done, part in zip(batch.items, batch.tokens, strict=True):

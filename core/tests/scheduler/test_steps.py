@@ -2,9 +2,9 @@
 
 import pytest
 
-from mstar.scheduler.base import Item
+from mstar.scheduler.base import Item, Ticket
 from mstar.scheduler.default import DefaultScheduler
-from mstar.scheduler.groups import PATIENCE
+from mstar.scheduler.groups import GATHER, PATIENCE
 from mstar.spec.deployment import SchedulerOptions
 
 LM = ("lm", "forward", ())
@@ -196,6 +196,14 @@ def test_earliest_deadline_first_across_and_within_groups():
     assert [step(s, now=9.0)[0][0] for _ in range(3)] == ["early", "second", "late"]
 
 
+def test_rows_keep_their_places_where_all_fit():
+    """So that what was made for a step's rows serves the next step."""
+    s = scheduler(decode("a", deadline=3.0), decode("b", deadline=1.0), decode("c"), prefill("p", 7))
+    assert step(s, now=9.0) == [("a", 1), ("b", 1), ("c", 1), ("p", 7)]
+    s = scheduler(decode("a", deadline=3.0), decode("b", deadline=1.0), prefill("p", 7), max_step_tokens=8)
+    assert step(s, now=9.0) == [("b", 1), ("a", 1), ("p", 6)]
+
+
 def test_overload_of_deadlines_starves_no_other_group():
     s = scheduler(decode("lm"), decode("c", group=CODEC, deadline=0.0))
     for n in range(DefaultScheduler.URGENT_RUN + 1):
@@ -205,6 +213,22 @@ def test_overload_of_deadlines_starves_no_other_group():
         s.ready(decode("c", group=CODEC, deadline=0.0))
     assert name == "lm"
     assert n == DefaultScheduler.URGENT_RUN
+
+
+def test_urgent_steps_that_passed_nobody_over_do_not_count():
+    """However many there were: who comes then waits no longer than others."""
+    s = scheduler()
+    for n in range(DefaultScheduler.URGENT_RUN + 2):
+        s.ready(decode("lm", deadline=0.0))
+        assert step(s, now=float(n)) == [("lm", 1)]
+    s.ready(decode("c", group=CODEC, deadline=1000.0))
+    served = []
+    for n in range(DefaultScheduler.URGENT_RUN + 1):
+        s.ready(decode("lm", deadline=0.0))
+        served.append(step(s, now=10.0 + n)[0][0])
+        if served[-1] == "c":
+            break
+    assert served == ["lm"] * DefaultScheduler.URGENT_RUN + ["c"]
 
 
 def test_overload_of_deadlines_starves_nothing_in_the_same_group():
@@ -230,6 +254,79 @@ def test_urgent_calls_that_are_cut_again_and_again_do_not_pass_the_line():
         if done and served[-1] != "patient":
             s.ready(prefill(served[-1], 3, deadline=0.0))
     assert served.count("patient") == 3
+
+
+# --- gathering ---------------------------------------------------------------------------------------------------
+
+
+def listened(*items, requests="abcdef", **options):
+    """A scheduler of requests that run, whose steps take a second."""
+    s = scheduler(**options)
+    for name in requests:
+        s.submit(Ticket(name))
+    s.start(lambda ticket: True)
+    s.ready(decode("a"))
+    assert step(s, now=-1.0) == [("a", 1)]
+    for item in items:
+        s.ready(item)
+    return s
+
+
+def piece(name, due=1000.0, **kw):
+    return Item(name, kw.pop("group", CODEC), decode=True, deadline=due, patient=kw.pop("patient", True), **kw)
+
+
+def nodes(s, steps, patient=()):
+    """The nodes of the next steps, one a second; the language model always has a row, and *patient* pieces come."""
+    coming, found = list(patient), []
+    for now in range(steps):
+        s.ready(decode("z"))
+        if coming:
+            s.ready(coming.pop(0))
+        batch = s.next(float(now))
+        found.append((batch.group[0], len(batch.items)))
+        if batch.group == CODEC:
+            assert step(s, now=float(now)) == [("z", 1)]
+    return found
+
+
+def test_pieces_with_time_wait_for_company():
+    s = listened(piece("a"))
+    assert nodes(s, GATHER + 1, [piece("b"), piece("c")]) == [("lm", 1)] * GATHER + [("codec", 3)]
+
+
+def test_a_full_step_waits_no_longer():
+    s = listened(piece("a"), requests="abc")
+    assert nodes(s, 2, [piece("b"), piece("c")]) == [("lm", 1), ("codec", 3)]
+    limited = listened(piece("a"), max_step_rows=2)
+    assert nodes(limited, 1, [piece("b")]) == [("codec", 2)]
+    assert nodes(listened(piece("a"), requests="a"), 1) == [("codec", 1)]
+
+
+def test_gathering_ends_while_there_is_time():
+    """Two groups, so what is due within three steps is near; gathering ends at twice that."""
+    due = 3.0 * DefaultScheduler.MARGIN + 2.5
+    assert nodes(listened(piece("a", due)), 4) == [("lm", 1)] * 3 + [("codec", 1)]
+
+
+@pytest.mark.parametrize("other", [piece("b", 0.5), piece("b", patient=False), piece("b", due=None)])
+def test_what_cannot_wait_takes_its_group_along(other):
+    s = listened(piece("a"), other)
+    assert nodes(s, 1) == [("codec", 2)]
+
+
+def test_nothing_waits_when_nothing_else_could_run():
+    s = listened(piece("a"), piece("b", group=("codec", "other", ())))
+    assert [batch.group[1] for batch in (s.next(0.0), s.next(1.0))] == ["forward", "other"]
+    elsewhere = listened(piece("a"), decode("b"))
+    assert elsewhere.next(0.0, lambda group: group == CODEC).group == CODEC
+
+
+def test_gathering_begins_anew_with_each_step():
+    s = listened(piece("a"))
+    for _ in range(2):
+        assert nodes(s, GATHER + 1)[-1] == ("codec", 1)
+        s.ready(piece("a"))
 
 
 # --- endings -----------------------------------------------------------------------------------------------------

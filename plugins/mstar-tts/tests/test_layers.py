@@ -104,6 +104,16 @@ def test_the_lstm_of_padded_rows_is_torchs_of_each_alone() -> None:
         assert not y[row, length:].any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_an_lstms_weights_lie_as_cudnn_reads_them() -> None:
+    """It warns of others, and warnings are errors."""
+    lstm = BiLSTM(5, 4)
+    filled(lstm)
+    wanted = lstm(x := torch.randn(3, 130, 5), LENGTHS)
+    lstm.cuda().settle(torch.float32)
+    torch.testing.assert_close(lstm(x.cuda(), LENGTHS.cuda()).cpu(), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_transforms_of_padded_rows_are_torchs_of_each_alone() -> None:
     spectrum, lengths = Spectrum(20, 5), torch.tensor([400, 25, 300])
     sound = keep(torch.randn(3, 400, 1), lengths)[:, :, 0]

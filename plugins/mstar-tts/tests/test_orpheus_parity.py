@@ -93,7 +93,9 @@ def codec_of(folder: Path, **options: Any) -> Codec:
 
 @pytest.fixture(scope="module")
 def codec(folder: Path) -> Codec:
-    return codec_of(folder, chunk_frames=(64,))
+    codec = codec_of(folder)
+    codec.frames = {}  # all of any window
+    return codec
 
 
 def decode(codec: Codec, frames: Tensor, key: Tensor, offset: list[int], left: list[int]) -> Tensor:
@@ -122,10 +124,12 @@ def test_the_codec(codec: Codec, reference: Reference, count: int) -> None:
 def test_a_part_of_a_window_is_what_it_is_in_the_whole(codec: Codec, folder: Path, size: int) -> None:
     frames, left = drawn(3, 9), [0, 3, 9 - size]
     whole = decode(codec, frames, KEYS, [1, 1, 1], [0, 0, 0])
-    part = decode(codec_of(folder, chunk_frames=(size,)), frames, KEYS, [1, 1, 1], left)
+    windows = {"chunk_frames": (size,), "left_frames": 3, "ahead_frames": 6 - size}  # of nine frames
+    part = decode(codec_of(folder, **windows), frames, KEYS, [1, 1, 1], left)
     wanted = torch.stack([row[at * SAMPLES : (at + size) * SAMPLES] for row, at in zip(whole, left, strict=True)])
     torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-6)
-    last = decode(codec_of(folder, chunk_frames=(size,)), frames, KEYS, [1, 1, 1], [8, 8, 8])  # one is left
+    assert part.shape == (3, size * SAMPLES)
+    last = decode(codec_of(folder, **windows), frames, KEYS, [1, 1, 1], [8, 8, 8])  # one is left
     torch.testing.assert_close(last[:, :SAMPLES], whole[:, -SAMPLES:], rtol=1e-4, atol=1e-6)
 
 

@@ -40,8 +40,9 @@ log = logging.getLogger(__name__)
 
 _KEPT = 64
 """Most graphs that are captured while serving; the one unused longest makes room."""
-_CHUNKS_WORTH = 2
-"""How often a step with prompts must come before it is captured: sizes are few, and first tokens wait for it."""
+_FEW_WORTH = 2
+"""How often a step must come before it is captured whose sizes are few: with prompts, since first tokens wait for it,
+and of a node that names its rows."""
 _TRIES = 3
 """Sizes of one entry's steps whose captures fail while serving before no other size is tried."""
 
@@ -232,7 +233,8 @@ class GraphRunner(Runner):
         if key in self.faults or self._failed.get((node, entry, rows == tokens), 0) >= _TRIES:
             return None
         seen = self._seen[key] = self._seen.get(key, 0) + 1
-        if seen < (self._worth if rows == tokens else min(self._worth, _CHUNKS_WORTH)):
+        few = rows != tokens or node in self._own_buckets
+        if seen < (min(self._worth, _FEW_WORTH) if few else self._worth):
             return None
         if len(self._late) >= _KEPT:
             oldest = next(iter(self._late))

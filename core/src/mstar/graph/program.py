@@ -54,6 +54,8 @@ class CallOp:
     :param again: for a call that is all of a loop's body and feeds itself (a decode step): which of its inputs are
         which of its outputs of the time before; the other inputs stay as they are.
     :param reads: inputs that are values of the request.
+    :param patient: it makes pieces of a stream that another partition writes, and no call needs what it returns: only
+        who reads the pieces waits for it.
     """
 
     call: Call
@@ -69,6 +71,7 @@ class CallOp:
     pulls: tuple[tuple[str, Pull], ...] = ()
     again: tuple[tuple[str, str], ...] | None = None
     reads: tuple[tuple[str, str], ...] = ()
+    patient: bool = False
 
     @property
     def varying(self) -> bool:
@@ -222,6 +225,7 @@ class _Compiler:
                 host.add(port)
             if stream.codes is not None:
                 host.add(stream.codes.token)
+        pulls = tuple((port, s) for port, s in call.inputs.items() if isinstance(s, Pull))
         packed = [p.name for p in entry.inputs if p.layout == "packed" and p.name in call.inputs]
         return CallOp(
             call,
@@ -235,8 +239,11 @@ class _Compiler:
             ),
             optional=tuple(p.name for p in entry.inputs if p.optional),
             primary=entry.chunk or (packed[0] if packed else None),
-            pulls=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, Pull)),
+            pulls=pulls,
             reads=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, str)),
+            patient=bool(pulls)
+            and not call.outputs
+            and all(self.graph.stream(pull.stream).source != CLIENT for _, pull in pulls),
         )
 
 

@@ -173,7 +173,9 @@ class RequestRun:
     def deadline(self, partition: str, now: float) -> float | None:
         """The earliest playback deadline of the client streams that *partition* feeds."""
         feeds = self.plan.feeds[partition]
-        return min(self.out[name].deadline(now) for name in feeds) if feeds else None
+        if len(feeds) == 1:
+            return self.out[feeds[0]].deadline(now)
+        return min([self.out[name].deadline(now) for name in feeds], default=None)
 
     def complete(self, call: CallRun, outputs: Mapping[str, Ref], logprobs: list[TokenLogprob] | None = None) -> None:
         """*call* has run whole: keep its outputs, push its emissions, go on after it."""
@@ -208,10 +210,12 @@ class RequestRun:
         logprobs: list[TokenLogprob] | None,
         call: CallRun,
     ) -> bool:
+        """Push what *call* emits. Returns whether a reader may go on: it waits for whole chunks."""
         out = self.out.get(name)
         if out is None:
-            self._write_inner(self.inner[name], ref, outputs, call.heard)
-            return True
+            stream = self.inner[name]
+            self._write_inner(stream, ref, outputs, call.heard)
+            return stream.ready()
         overlap = 0
         if out.spec.fresh is not None:
             ref, overlap = fresh(ref, out.spec.fresh, call.pulled[out.spec.fresh.pull])

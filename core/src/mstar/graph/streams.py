@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mstar.graph.values import Ref
+from mstar.spec.chunks import cut, wanted
 from mstar.spec.errors import RequestError
-from mstar.spec.graph import CLIENT, Fixed, Fresh, Ramp, Stream, Whole
+from mstar.spec.graph import CLIENT, Fresh, Stream, Whole
 
 __all__ = ["Chunk", "Heard", "InnerStream", "OutStream", "fresh"]
 
@@ -39,7 +40,7 @@ class InnerStream:
     """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client."""
 
     __slots__ = (
-        *("_ahead", "_context", "_items", "_left", "_marks", "_new", "_pulls", "_unit"),
+        *("_context", "_items", "_left", "_marks", "_new", "_pulls", "_unit", "_whole"),
         *("closed", "ended", "primed", "spec", "total"),
     )
 
@@ -47,7 +48,7 @@ class InnerStream:
         self.spec = spec
         chunk = spec.chunk
         self._unit = 1 if isinstance(chunk, Whole) else chunk.unit
-        self._ahead = 0 if isinstance(chunk, Whole) else chunk.ahead * self._unit
+        self._whole = self._complete(0)  # items of the next chunk, look-ahead included
         self._context = 0 if isinstance(chunk, Whole) else chunk.left * self._unit
         self.ended = False  # the writer will write no more
         self.closed = False  # the reader will read no more: writes vanish
@@ -136,27 +137,23 @@ class InnerStream:
         self._items, self._left, self._new = [], 0, 0
         self._marks.clear()
 
-    @property
-    def _wanted(self) -> int | None:
+    def _complete(self, pulls: int) -> int | None:
         chunk = self.spec.chunk
-        if isinstance(chunk, Fixed):
-            return chunk.size * chunk.unit
-        if isinstance(chunk, Ramp):
-            return chunk.sizes[min(self._pulls, len(chunk.sizes) - 1)] * chunk.unit
-        return None
+        return None if isinstance(chunk, Whole) else (wanted(chunk, pulls) + chunk.ahead) * chunk.unit
 
     def ready(self) -> bool:
-        """Whether a whole chunk (or the short last one) is there."""
-        wanted = self._wanted
-        if wanted is not None and self._new >= wanted + self._ahead:
+        """Whether a whole chunk (or a short one, at the end) is there."""
+        if self._whole is not None and self._new >= self._whole:
             return True
         return self.ended and self._new > 0
 
     def pull(self) -> Chunk:
         """The next chunk. Only when :meth:`ready`."""
-        wanted = self._wanted
-        size = self._new if wanted is None else min(wanted, self._new)
-        ahead = min(self._ahead, self._new - size)
+        chunk, size, ahead = self.spec.chunk, self._new, 0
+        if not isinstance(chunk, Whole):
+            found = cut(chunk, self._pulls, self._new // self._unit, self.ended)
+            assert found is not None
+            size, ahead = found[0] * self._unit, found[1] * self._unit
         left, end = self._left, self._left + size
         offset = self.primed + self.total - self._new - left
         pad = self._padding(end + ahead)
@@ -165,6 +162,7 @@ class InnerStream:
         last = self.ended and size == self._new
         self._left, self._new = keep, self._new - size
         self._pulls += 1
+        self._whole = self._complete(self._pulls)
         return Chunk(ref, left, last, size, ahead, pad, offset, self._unit)
 
     def _padding(self, items: int) -> int:
@@ -222,16 +220,17 @@ def fresh(ref: Ref, rule: Fresh, chunk: Chunk) -> tuple[Ref, int]:
 
 
 class OutStream:
-    """The client's end: counts what was sent and what the client has taken."""
+    """The client's end: counts what was sent and what the client has taken. Who plays it begins with the first
+    emission; where nothing is left to play, playback stands still and goes on with what comes next."""
 
-    __slots__ = ("credit", "first_at", "items", "seq", "spec")
+    __slots__ = ("_played_until", "credit", "items", "seq", "spec")
 
     def __init__(self, spec: Stream):
         self.spec = spec
         self.credit = spec.capacity  # emissions that may still be sent before the client must acknowledge some
         self.seq = 0
         self.items = 0
-        self.first_at: float | None = None
+        self._played_until: float | None = None
 
     @property
     def full(self) -> bool:
@@ -239,8 +238,9 @@ class OutStream:
 
     def sent(self, items: int, now: float) -> int:
         """Count one emission of *items* items and return its sequence number."""
-        if self.first_at is None:
-            self.first_at = now
+        if self.spec.seconds_per_item is not None:
+            begin = now if self._played_until is None else max(now, self._played_until)
+            self._played_until = begin + items * self.spec.seconds_per_item
         seq = self.seq
         self.seq += 1
         self.credit -= 1
@@ -252,9 +252,7 @@ class OutStream:
 
     def deadline(self, now: float) -> float:
         """When playback of what was sent runs out; *now* while nothing was sent."""
-        if self.first_at is None or self.spec.seconds_per_item is None:
-            return now
-        return self.first_at + self.items * self.spec.seconds_per_item
+        return now if self._played_until is None else self._played_until
 
     def payload(self, ref: Ref) -> tuple[Any, int]:
         """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items."""

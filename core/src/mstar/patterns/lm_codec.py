@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from mstar.nn.model import Demand, Model
 from mstar.patterns.shapes import DecoderShape, answer_tokens
+from mstar.spec.chunks import cuts
 from mstar.spec.graph import (
     CLIENT,
     Call,
@@ -42,7 +43,7 @@ from mstar.spec.graph import (
 from mstar.spec.request import EngineRequest
 from mstar.spec.resources import Positions, ResourceSpec
 
-__all__ = ["LMCodec", "LMCodecFacts", "window_sizes"]
+__all__ = ["LMCodec", "LMCodecFacts", "most_new", "window_sizes"]
 
 _IDS = Port("ids", "int64", ("T",))
 _TOKEN = Port("token", "int64", (), "stacked")
@@ -82,19 +83,22 @@ class LMCodecFacts:
 
 
 def window_sizes(chunk: Ramp | Fixed) -> list[int]:
-    """Items of the windows that *chunk* cuts a stream into before its end, each size once; those at the end have fewer,
-    unless they are padded."""
-    sizes = list(chunk.sizes) if isinstance(chunk, Ramp) else [chunk.size]
+    """Items of the windows that *chunk* cuts a stream into, each size once. Left out are those of streams that end
+    within the first one, and those of any size in which a stream without look-ahead ends, unless they are padded."""
     found: dict[int, None] = {}
-    before = 0
-    while True:
-        new = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        window = min(before, chunk.left) + new + chunk.ahead
-        window = min((size for size in chunk.padded if size >= window), default=window)
-        found[window * chunk.unit] = None
-        if len(sizes) == 1 and before >= chunk.left:
-            return list(found)
-        before += new
+    for left, new, ahead in cuts(chunk, ends=bool(chunk.ahead or chunk.padded)):
+        if left == chunk.left or ahead == chunk.ahead:
+            window = left + new + ahead
+            found[min((size for size in chunk.padded if size >= window), default=window) * chunk.unit] = None
+    return list(found)
+
+
+def most_new(chunk: Ramp | Fixed) -> dict[int, int]:
+    """By the units of a window that *chunk* cuts: how many of them are new at most."""
+    found: dict[int, int] = {}
+    for left, new, ahead in cuts(chunk):
+        found[left + new + ahead] = max(new, found.get(left + new + ahead, 0))
+    return found
 
 
 class LMCodec(Model):

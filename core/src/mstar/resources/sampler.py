@@ -170,7 +170,7 @@ class SamplerResource(SlotResource):
         self._pending: SamplerView | None = None
         self._most_calls = 1  # uses of the sampler in one step, so far
         self._calls = np.zeros(context.max_owners, dtype=np.int64)  # of each slot's last step
-        self._recent: dict[int, list[Tensor]] = {}  # what it sampled there, for slots with penalties
+        self._recent: dict[int, tuple[list[Tensor], int]] = {}  # what it sampled, by row; for slots with penalties
         # What constraints were not told yet, by slot: the step's constrained tokens, and which of them is the slot's.
         self._untold: dict[int, list[tuple[Late, int]]] = {}
 
@@ -329,8 +329,9 @@ class SamplerResource(SlotResource):
         self._drawn[done] += len(view.sampled)
         self._calls[done] = len(view.sampled)
         if params.penalties is not None:
+            kept = [ids.clone() for ids in view.sampled]  # the next replay of a graph overwrites them
             for row in params.penalties.host_rows.tolist():
-                self._recent[int(params.slots[row])] = [ids[row].clone() for ids in view.sampled]
+                self._recent[int(params.slots[row])] = kept, row
             for ids in view.sampled:
                 self._histories.add(params.penalties, ids, complete)
         if params.constrained:
@@ -353,8 +354,9 @@ class SamplerResource(SlotResource):
         self._untold.pop(slot, None)
         history = self._states[slot].history
         if history is not None:
-            for token in reversed(self._recent.pop(slot)):
-                self._histories.take_back(history, token)
+            sampled, place = self._recent.pop(slot)
+            for ids in reversed(sampled):
+                self._histories.take_back(history, ids[place])
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         self._pending = None

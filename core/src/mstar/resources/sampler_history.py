@@ -81,7 +81,8 @@ class TokenHistories:
         device = self.marks.device
         mine = ids[penalties.rows].clamp(min=0)  # a row that failed has no token, and ends
         amount = to_device(done.astype(np.int32), device)
-        self.marks.index_put_((penalties.histories, mine), amount, accumulate=True)
+        # One kernel, where index_put_ would sort the places first.
+        self.marks.view(-1).index_add_(0, penalties.histories * self.marks.shape[1] + mine, amount)
         if self.listed is not None:
             columns = self._length[penalties.host_histories]
             listed = self._widen(self.listed, int(columns.max()) + 1)

@@ -39,7 +39,8 @@ class Item:
     :param decode: a step of a loop that is already running for this request: it goes before new work.
     :param deadline: monotonic seconds by which the result should be there (playback), or ``None``.
     :param priority: a larger number is more urgent. :param cancelled: the item is dropped instead of run.
-    :param rest: the call has more tokens, which are for a later step.
+    :param rest: the call has more tokens, which are for a later step. :param patient: nothing but its deadline asks for
+        the result, so the item may wait for company.
     """
 
     request: str
@@ -52,6 +53,7 @@ class Item:
     payload: Any = None
     cancelled: bool = False
     rest: bool = False
+    patient: bool = False
 
 
 @dataclass(slots=True)

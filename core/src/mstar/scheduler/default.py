@@ -4,9 +4,16 @@
 :class:`~mstar.scheduler.admission.AdmissionQueue`.
 
 *Steps.* Groups with ready items take turns, so that none starves: a codec beside a language model, a prompt's encoder
-beside a denoise loop. An item whose deadline is near calls its group out of turn, earliest deadline first. Within a
-group, loops that already run go first, then calls that may be cut share the tokens that remain (chunked prefill as in
-Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`.
+beside a denoise loop. An item whose deadline is near calls its group out of turn, earliest deadline first.
+
+A step of few rows costs nearly what one of many does. So a group *gathers*: it leaves its turn to another while all
+that it holds may wait (:attr:`~mstar.scheduler.base.Item.patient`: pieces of streams that somebody listens to), no
+deadline comes near, and running requests may still send it more. It does so a few times in a row at most, and never
+when nothing else could run. What has no slack is never held back: a listener's first piece, one who is about to fall
+silent, and whatever shares a group with these.
+
+Within a group, loops that already run go first, then calls that may be cut share the tokens that remain (chunked
+prefill as in Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`.
 
 *Cost.* Every operation costs time proportional to what it returns; deadlines add the logarithm of their number.
 """
@@ -15,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from mstar.scheduler.admission import AdmissionQueue, CompletionRate
@@ -37,6 +45,10 @@ class DefaultScheduler(Scheduler):
 
     #: steps in a row that deadlines may take out of turn while other groups wait
     URGENT_RUN = 3
+    #: a group gathers while its first deadline is so many times further than one that is near
+    MARGIN = 2
+    #: groups that may be passed over in one choice
+    LOOK = 4
     #: groups without ready items that are kept for their next item
     SPARE_GROUPS = 64
 
@@ -56,7 +68,7 @@ class DefaultScheduler(Scheduler):
         self._turns: OrderedDict[Group, None] = OrderedDict()
         self._deadlines: Deadlines[Item] = Deadlines()
         self._step_tokens = options.step_tokens("cpu")  # a worker has filled in what its device has
-        self._urgent_run = 0
+        self._urgent_run = self._steps = 0
         self._now = 0.0
         self._step_began: float | None = None
         self._step_seconds = 0.0
@@ -107,6 +119,8 @@ class DefaultScheduler(Scheduler):
         group = self._groups.get(item.group)
         if group is None:
             group = self._add_group(item.group)
+        if not group:
+            group.begin(self._steps)
         group.add(item, front=bool(self._cut) and self._was_cut(item))
         self._turns[group] = None  # a group that is waiting for its turn keeps its place
         self._deadlines.add(item)
@@ -126,10 +140,13 @@ class DefaultScheduler(Scheduler):
             urgent = now + self._step_seconds * (len(self._turns) + 1)
             group = self._urgent_group(urgent)
             if group is None or (may_run is not None and not may_run(group.key)):
-                group = self._first_in_turn(may_run)
+                group = self._whose_turn(may_run, now + self.MARGIN * (urgent - now))
                 if group is None:
                     return None
             batch, cut = group.fill(self.options.max_step_rows, self._step_tokens, urgent)
+            if batch.items:
+                self._steps += 1
+                group.begin(self._steps)
             for item in cut:
                 self._cut.setdefault(item.request, []).append(item)
             if group:
@@ -140,6 +157,15 @@ class DefaultScheduler(Scheduler):
                 self._step_began = now
                 return batch
         return None
+
+    def _whose_turn(self, may_run: Callable[[tuple[Any, ...]], bool] | None, comfortable: float) -> Group | None:
+        """The first in turn that can run. Groups that gather keep their place and leave this turn to the next ones."""
+        if len(self._turns) > 1:
+            most = min(self.options.max_step_rows, len(self._running))
+            for group in islice(self._turns, self.LOOK + 1):
+                if (may_run is None or may_run(group.key)) and not group.gathers(self._steps, most, comfortable):
+                    return group
+        return self._first_in_turn(may_run)
 
     def _first_in_turn(self, may_run: Callable[[tuple[Any, ...]], bool] | None) -> Group | None:
         """Whose turn it is among the groups that can run."""
@@ -152,10 +178,13 @@ class DefaultScheduler(Scheduler):
         if item is None or item.deadline is None or item.deadline > urgent:
             self._urgent_run = 0
             return None
-        if self._urgent_run == self.URGENT_RUN and len(self._turns) > 1:
+        if len(self._turns) == 1:  # nobody is passed over
+            self._urgent_run = 0
+        elif self._urgent_run >= self.URGENT_RUN:
             self._urgent_run = 0
             return None
-        self._urgent_run += 1
+        else:
+            self._urgent_run += 1
         return self._groups[item.group]
 
     def _watch_clock(self, now: float) -> None:

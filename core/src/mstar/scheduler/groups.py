@@ -10,7 +10,10 @@ from mstar.scheduler.base import Batch, Item
 from mstar.scheduler.deadlines import Deadlines
 from mstar.scheduler.levels import Levels
 
-__all__ = ["PATIENCE", "Group"]
+__all__ = ["GATHER", "PATIENCE", "Group"]
+
+GATHER = 6
+"""So many steps of others a group may wait for more items, counted from its own last one or from its first item."""
 
 PATIENCE = 4
 """A line that got nothing worth having in so many steps of its group is served first in the next."""
@@ -94,38 +97,72 @@ class Group:
 
     :param limit: the most rows of one step; ``None`` leaves it to the deployment.
     :param left: called with every item that leaves through :meth:`fill`.
+    :ivar size: how many items it holds. :ivar tokens: how many tokens these have.
     """
 
-    __slots__ = ("_left", "chunks", "deadlines", "decodes", "key", "limit", "lines", "wholes")
+    __slots__ = (
+        *("_began", "_left", "_patient", "chunks", "deadlines", "decodes"),
+        *("key", "limit", "lines", "size", "tokens", "wholes"),
+    )
 
     def __init__(self, key: tuple[Any, ...], limit: int | None, left: Callable[[Item], None]):
         self.key, self.limit, self._left = key, limit, left
         self.decodes, self.chunks, self.wholes = self.lines = (Line(), Line(), Line())
         self.deadlines: Deadlines[Item] = Deadlines()
+        self.size = self.tokens = self._patient = self._began = 0
 
     def __bool__(self) -> bool:
-        return bool(self.decodes or self.chunks or self.wholes)
+        return self.size > 0
+
+    def begin(self, steps: int) -> None:
+        """It has got its first item, or run a step, after *steps* steps of all groups."""
+        self._began = steps
+
+    def gathers(self, steps: int, most: int, comfortable: float) -> bool:
+        """Whether it may leave its turn to another group: all that it holds may wait and is due after *comfortable*
+        (monotonic seconds), and more may come.
+
+        :param steps: of all groups so far. :param most: items that it could hold, if all requests sent theirs.
+        """
+        if self._patient < self.size or steps - self._began >= GATHER:
+            return False
+        if self.size >= (most if self.limit is None else min(most, self.limit)):
+            return False
+        first = self.deadlines.first()
+        return first is not None and first.deadline is not None and first.deadline > comfortable
 
     def add(self, item: Item, front: bool = False) -> None:
         """*front*: before its equals; for a call that was cut, so that prompts end in the order in which they began."""
         self._line(item).add(item, front)
         self.deadlines.add(item)
+        self.size += 1
+        self.tokens += item.tokens
+        self._patient += item.patient and item.deadline is not None
 
     def remove(self, item: Item) -> None:
         self._line(item).remove(item)
         self.deadlines.discard(item)
+        self.size -= 1
+        self.tokens -= item.tokens
+        self._patient -= item.patient and item.deadline is not None
 
     def fill(self, rows: int, tokens: int, urgent: float) -> tuple[Batch, list[Item]]:
         """Take the next step's items out of the group: at most *rows*, of *tokens* in all.
 
         Lines that have lost patience go first, then items due by *urgent* (monotonic seconds) by deadline, then the
-        lines in their order. The batch is empty only when the group has become empty.
+        lines in their order. Where all fits into the step the lines keep their order, so that steps that run again and
+        again have the same rows in the same places: what was made for them serves the next one. The batch is empty only
+        when the group has become empty.
 
         :returns: the batch, and those of its items that were cut and should go on before their equals. Not among them
             are items that jumped the line because of their deadline: put before the others, they would starve them.
         """
         step = _Step(rows if self.limit is None else min(rows, self.limit), tokens)
         worthwhile = max(1, tokens // WORTHWHILE)
+        if self.size <= step.rows and self.tokens <= tokens:
+            for line in self.lines:
+                self._serve(line, step, worthwhile)
+            return step.batch(self.key), step.cut
         impatient = sorted((x for x in self.lines if x.passed >= PATIENCE), key=lambda x: -x.passed)
         for line in impatient:
             self._serve(line, step, worthwhile)

@@ -341,7 +341,7 @@ class Fixed:
     A short last chunk is delivered at the end of the stream (the flush).
 
     :param ahead: units behind the new ones that a chunk shows before their turn: the reader waits for them, and they
-        come again as new ones. At the end of the stream there are fewer, then none.
+        come again as new ones. At the end of the stream there are fewer, then none (:func:`mstar.spec.chunks.cut`).
     :param unit: items that belong together (the codes of a frame). *size*, *left*, *ahead* and *padded* count units;
         what is left of one at the end of the stream is dropped.
     :param padded: sizes, in units, that whole chunks (context, new, ahead) are filled up to with copies of their last

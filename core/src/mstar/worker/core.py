@@ -349,6 +349,7 @@ class Worker:
             request.priority,
             call,
             rest=call.remaining > tokens,
+            patient=call.op.patient,
         )
         call.item = weakref.ref(item)  # the scheduler has it; a request's calls are not to wait for the collector
         self.scheduler.ready(item)

@@ -136,6 +136,19 @@ class BiLSTM(nn.Module):
                 self.register_parameter(f"weight_{kind}_l0{suffix}", nn.Parameter(torch.empty(shape)))
                 self.register_parameter(f"bias_{kind}_l0{suffix}", nn.Parameter(torch.empty(4 * hidden)))
 
+    def settle(self, dtype: torch.dtype) -> None:
+        """On a GPU, put each direction's weights side by side, as cuDNN reads them: else it would do so in every call.
+        Once, after loading; *dtype* is for convolutions."""
+        for suffix in ("", "_reverse"):
+            weights = self._weights(suffix)
+            features = weights[0].shape[1]
+            if weights[0].is_cuda and torch.backends.cudnn.is_acceptable(weights[0]):  # type: ignore[no-untyped-call]
+                mode = torch.backends.cudnn.rnn.get_cudnn_mode("LSTM")  # type: ignore[no-untyped-call]
+                with torch.no_grad():  # their storages become parts of one
+                    torch._cudnn_rnn_flatten_weight(
+                        weights, len(weights), features, mode, self.hidden, 0, 1, True, False
+                    )
+
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)
         turned = lengths[:, None] - 1 - places
@@ -145,8 +158,10 @@ class BiLSTM(nn.Module):
         both = torch.cat([forward, backward.gather(1, turned.expand_as(backward))], 2)
         return keep(both, lengths)
 
+    def _weights(self, suffix: str) -> list[Tensor]:
+        return [getattr(self, f"{kind}_l0{suffix}") for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+
     def _run(self, x: Tensor, suffix: str) -> Tensor:
-        weights = [getattr(self, f"{kind}_l0{suffix}") for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         start = x.new_zeros(1, x.shape[0], self.hidden)
-        out: Tensor = torch.lstm(x, (start, start), weights, True, 1, 0.0, False, False, True)[0]
+        out: Tensor = torch.lstm(x, (start, start), self._weights(suffix), True, 1, 0.0, False, False, True)[0]
         return out

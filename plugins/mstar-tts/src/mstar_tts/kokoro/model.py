@@ -23,6 +23,11 @@ _PARTS = ("bert", "bert_encoder", "predictor", "text_encoder", "decoder")
 _IN = r"\.(module\.)?"
 _BY_TEXT = (rf"(bert|bert_encoder|text_encoder){_IN}.*", rf"predictor{_IN}(text_encoder|lstm|duration_proj)\..*")
 _BY_FRAMES = (rf"decoder{_IN}.*", rf"predictor{_IN}(shared|F0|N|F0_proj|N_proj)\..*")
+_TEXT_ROWS = (1, 4, 16, 64)
+"""To how many rows captured steps of the text half are filled up: few sizes, since there is one of each for each
+length, and a row costs little beside the launches of a step."""
+_MOST_ROWS = 32
+"""Of the frame half's steps on a GPU. Beyond, a step is computed in parts anyway."""
 _BY_NOBODY = (rf"bert{_IN}pooler\..*", rf"bert{_IN}embeddings\.position_ids")
 
 
@@ -90,9 +95,14 @@ class Kokoro(Model):
                         Entry(inputs=(ids, length, style, speed), outputs=(durations, prosody, text)),
                         Entry("align", inputs=(*each, most), outputs=(*spread, frames)),
                     ),
+                    _TEXT_ROWS[-1],
+                    _TEXT_ROWS,
                 ),
                 NodeSpec(
-                    "frames", (Entry(inputs=(*padded, frames, style, key), outputs=(samples,)),), self._most_rows()
+                    "frames",
+                    (Entry(inputs=(*padded, frames, style, key), outputs=(samples,)),),
+                    self._most_rows(),
+                    tuple(1 << n for n in range((self._most_rows() - 1).bit_length() + 1)),
                 ),
             ),
             walks={"speak": Seq(read, align, speak)},
@@ -104,11 +114,10 @@ class Kokoro(Model):
             inputs=(ids, length, style, most, key),
         )
 
-    def _most_rows(self) -> int | None:
+    def _most_rows(self) -> int:
         """On a CPU rows gain nothing from company, and would wait for each other."""
-        if self.options.max_batch_rows is not None or self.context.device.type != "cpu":
-            return self.options.max_batch_rows  # type: ignore[no-any-return]
-        return 1
+        most: int | None = self.options.max_batch_rows
+        return most or (1 if self.context.device.type == "cpu" else _MOST_ROWS)
 
     def build(self, node: str) -> Node:
         options = self.options

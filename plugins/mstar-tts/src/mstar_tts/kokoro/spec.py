@@ -70,7 +70,11 @@ class KokoroOptions(WatermarkOptions):
         "bucket", description="`single` pads texts that were read together to the longest one's frames."
     )
     max_batch_rows: int | None = Field(
-        None, ge=1, le=1024, description="Most rows of the frame half's steps; default: 1 on a CPU.", strict=True
+        None,
+        ge=1,
+        le=1024,
+        description="Most rows of the frame half's steps; default: 32, and 1 on a CPU.",
+        strict=True,
     )
     max_batch_frames: int = Field(
         4096, ge=1, le=1 << 20, description="Most frames, padding included, computed at once.", strict=True

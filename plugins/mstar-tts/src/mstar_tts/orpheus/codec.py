@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,10 @@ __all__ = ["Codec"]
 
 
 class Codec(SnacDecoder, Node):
-    """:param frames: the most new frames of a window. :param dtype: what is computed in."""
+    """:param frames: by the frames of a window, how many of them are asked for; all of those that are not named.
+    :param dtype: what is computed in."""
 
-    def __init__(self, config: SnacConfig, tokens: OrpheusTokens, frames: int, dtype: torch.dtype):
+    def __init__(self, config: SnacConfig, tokens: OrpheusTokens, frames: Mapping[int, int], dtype: torch.dtype):
         super().__init__(config)
         self.tokens, self.frames, self.dtype = tokens, frames, dtype
 
@@ -29,5 +32,6 @@ class Codec(SnacDecoder, Node):
         codes = places - torch.arange(FRAME, device=places.device) * self.tokens.codes
         codes = codes.clamp(0, self.tokens.codes - 1)  # graphs are captured with zeros in the place of tokens
         levels = [torch.stack([codes[:, :, place] for place in level], 2).flatten(1) for level in LEVELS]
-        sound = super().forward(levels, key, offset // FRAME, left // FRAME, self.frames)
+        asked = self.frames.get(places.shape[1], places.shape[1])
+        sound = super().forward(levels, key, offset // FRAME, left // FRAME, asked)
         return {"samples": sound}

@@ -8,7 +8,7 @@ from mstar.nn.config import DecoderConfig, read_config
 from mstar.nn.model import BuildContext
 from mstar.nn.node import Node
 from mstar.patterns.causal_lm import CausalLMNode
-from mstar.patterns.lm_codec import LMCodec, LMCodecFacts
+from mstar.patterns.lm_codec import LMCodec, LMCodecFacts, most_new
 from mstar.patterns.shapes import DecoderShape, context_length
 from mstar.spec.errors import SetupError
 from mstar.spec.graph import Fixed, Ramp
@@ -56,13 +56,12 @@ class Orpheus(LMCodec):
             raise SetupError("model_kwargs.overlap_ms needs ahead_frames of at least 1: what overlaps is made of them")
 
     def facts(self) -> LMCodecFacts:
-        options, sizes = self.options, self.options.chunk_frames
-        around = (options.left_frames, options.ahead_frames, FRAME)
+        options = self.options
         return LMCodecFacts(
             lm=DecoderShape.of(self.lm, self.max_tokens),
             rate=self.snac.rate,
             samples=self.snac.frame_samples,
-            chunk=Ramp(sizes, *around) if len(sizes) > 1 else Fixed(sizes[0], *around),
+            chunk=self._chunk(),
             codes=self.tokens.ranges,
             noise=True,
             penalised=True,
@@ -71,12 +70,18 @@ class Orpheus(LMCodec):
             codec_rows=options.codec_rows,
         )
 
+    def _chunk(self) -> Ramp | Fixed:
+        options, sizes = self.options, self.options.chunk_frames
+        around = (options.left_frames, options.ahead_frames, FRAME)
+        return Ramp(sizes, *around) if len(sizes) > 1 else Fixed(sizes[0], *around)
+
     def build(self, node: str) -> Node:
         if node == "lm":
             return CausalLMNode(self.lm)
         extra = 1 if self.options.overlap_ms else 0  # what overlaps is asked for as a frame more
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.options.codec_dtype]
-        return Codec(self.snac, self.tokens, max(self.options.chunk_frames) + extra, dtype)
+        asked = {window: new + extra for window, new in most_new(self._chunk()).items()}
+        return Codec(self.snac, self.tokens, asked, dtype)
 
     def weights(self, node: str) -> WeightMap:
         with torch.device("meta"):

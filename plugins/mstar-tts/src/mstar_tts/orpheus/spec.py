@@ -39,7 +39,7 @@ class OrpheusKnobs(SamplingKnobs):
     ignore_eos: bool = Field(False, description="Go on after the end of speech, up to `max_tokens`.", strict=True)
 
 
-_Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=256)], ...], Field(min_length=1, max_length=16)]
+_Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=256)], ...], Field(min_length=1, max_length=64)]
 _Voice = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[^:\s]+$")]
 
 
@@ -60,10 +60,13 @@ class OrpheusOptions(TextOptions):
     ahead_frames: int = Field(
         2, ge=0, le=64, description="Frames behind the new ones that the codec waits for.", strict=True
     )
-    chunk_frames: _Sizes = Field((1,), description="New frames of each call of the codec; the last one stays.")
+    chunk_frames: _Sizes = Field(
+        (1,) * 12 + (2,) * 12 + (4,), description="New frames of each call of the codec; the last one stays."
+    )
     overlap_ms: Finite = Field(0.0, ge=0, le=85, description="Sound that is cross-faded where two windows meet.")
     codec_rows: _Sizes = Field(
-        (1, 2, 4, 8, 16, 32, 64), description="Windows that share a step: to how many captured ones are filled up."
+        (1, 2, 4, 8, 12, 16, 24, 32, 48, 64),
+        description="Windows that share a step: to how many captured ones are filled up.",
     )
     codec_dtype: Literal["float32", "bfloat16"] = Field("float32", description="What the codec computes in.")
 
