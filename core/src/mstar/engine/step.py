@@ -80,6 +80,11 @@ def make_step(
     dtype: torch.dtype,
 ) -> Step:
     lane = stage.lane
+    if lane is not None and lane.tokens == lane.rows:
+        # nothing of it differs from step to step: it is on the device from the lane's first one on
+        offsets: Tensor = stage.keep("step.offsets", lambda: torch.arange(lane.rows + 1, device=device))
+        complete: Sequence[bool] = [w.complete for w in work] + [True] * (lane.rows - len(work))
+        return Step([1] * lane.rows, offsets, offsets[:-1], complete, views, device, dtype, lane, entry)
     padded = stage.lengths(np.array([w.tokens for w in work], dtype=np.int64))
     ends = np.zeros(len(padded) + 1, dtype=np.int64)
     np.cumsum(padded, out=ends[1:])
@@ -87,8 +92,8 @@ def make_step(
     single = bool((padded == 1).all())
     last = offsets[:-1] if single else stage.put("step.last", ends[1:] - 1)
     lengths: Sequence[int] = padded.tolist()
-    complete: Sequence[bool] = [w.complete for w in work] + [True] * (len(lengths) - len(work))
-    if lane is not None and not single:
+    complete = [w.complete for w in work] + [True] * (len(lengths) - len(work))
+    if lane is not None:
         lengths = complete = _UnknownOnHost(len(lengths))
     return Step(lengths, offsets, last, complete, views, device, dtype, lane, entry)
 
