@@ -214,7 +214,9 @@ class PagedKV(Resource):
         row_of, positions = (np.arange(len(lines)), starts) if self._single else flat_positions(starts, lengths)
         if stage.lane is not None:
             if not self._single:  # single padding stands at 0
-                positions[int(lengths[: len(rows)].sum()) :] %= size  # within its page, where all contexts have positions
+                positions[int(lengths[: len(rows)].sum()) :] %= (
+                    size  # within its page, where all contexts have positions
+                )
             if pages > most:  # only padding can be longer than a context may be: its page is there again and again
                 tables = np.pad(tables, ((0, 0), (0, pages - most)), mode="edge")
             most = max(most, self.pool.units(stage.lane.tokens))

@@ -37,8 +37,8 @@ class SlotPool:
         return self._held[owner]
 
     def of(self, rows: Sequence[Row]) -> npt.NDArray[np.int64]:
-        """The slots of the owners of *rows*, int64 ``[rows]``; not to be changed. While a loop runs the same rows again,
-        which are the same objects then, they are not looked up again."""
+        """The slots of the owners of *rows*, int64 ``[rows]``; not to be changed. As long as a loop runs
+        the same rows, which are the same objects then, they are not looked up again."""
         known, slots = self._last
         same = (*rows,)
         if same != known:
