@@ -128,14 +128,14 @@ def _gather_port(
         return None
     if not isinstance(values[0], Ref):
         return to_device(values, device, torch_dtype(port.dtype, dtype))
+    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host, or what the host made
     if port.layout == "stacked":
-        return _cast(_on(gather_stacked(values), device), port, dtype)
+        return _cast(gather_hosted(values, device, True) if hosted else gather_stacked(values), port, dtype)
     if port.layout == "list":
         return [_cast(_on(t, device), port, dtype) for t in gather_list(values)]
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host
     data = _cast(gather_hosted(values, device) if hosted else gather_packed(values), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 
