@@ -19,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,12 +168,12 @@ def clips(count: int) -> list[np.ndarray]:
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 class Ours:
-    """The engine in this process."""
+    """The engine in this process. *options*: of its deployment, beside what a round needs."""
 
-    def __init__(self, shape: Shape, folder: Path, device: str, dtype: str):
+    def __init__(self, shape: Shape, folder: Path, device: str, dtype: str, options: Mapping[str, Any] | None = None):
         registry = Registry(load_plugins(Settings(plugins=(), extra_plugins=("mstar_asr.plugin",))))
-        options = {"device": device, "dtype": dtype, "max_concurrent_requests": max(shape.clips)}
-        self.shape, self.loop = shape, Loop(registry, shape.key, folder, options)
+        needed = {"device": device, "dtype": dtype, "max_concurrent_requests": max(shape.clips)}
+        self.shape, self.loop = shape, Loop(registry, shape.key, folder, {**(options or {}), **needed})
         self.tokens = WhisperTokens.read(folder)
         self.prompt = window_prompt(self.tokens, language="en")
         self.sounds = clips(max(shape.clips))

@@ -82,6 +82,17 @@ def _layer_cases(shape: Shape, rows: int, device: str) -> Iterator[Case]:
         2**-7,
         (4 * rows + 1) * shape.hidden * element,
     )
+    bias = draw(shape.hidden)
+    yield Case(
+        "add_layer_norm",
+        lambda: cuda.add_layer_norm(kept, delta, weight, bias, 1e-5),
+        lambda: _apart(
+            cuda.add_layer_norm(stream.clone(), delta, weight, bias, 1e-5),
+            reference.add_layer_norm((stream + delta).float(), None, weight.float(), bias.float(), 1e-5),
+        ),
+        2**-7,
+        (4 * rows + 2) * shape.hidden * element,
+    )
     gate_up = draw(rows, 2 * shape.intermediate)
     yield Case(
         "silu_mul",

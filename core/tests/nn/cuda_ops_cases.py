@@ -69,8 +69,35 @@ def test_a_norms_weight_in_float32_is_not_rounded(dtype: torch.dtype) -> None:
     close(got, reference.add_rms_norm(stream.float(), None, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(0, 8), (1, 1280), (3, 250), (70 if DEVICE == "cuda" else 9, 64)])
+@pytest.mark.parametrize("added", [False, True])
+def test_add_layer_norm(dtype: torch.dtype, rows: int, size: int, added: bool) -> None:
+    stream, weight, bias = draw(rows, size, dtype=dtype) + 5, draw(size, dtype=dtype), draw(size, dtype=dtype)
+    delta = draw(rows, size + 3, dtype=dtype)[:, :size] if added else None
+    before = stream.clone()
+    got = cuda.add_layer_norm(stream, delta, weight, bias, 1e-4)
+    if delta is None or dtype is not torch.bfloat16 or not INTERPRETED:
+        assert torch.equal(stream, before if delta is None else before + delta)
+    else:
+        close(stream, before + delta)
+    close(got, reference.add_layer_norm(stream.float(), None, weight.float(), bias.float(), 1e-4))
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+
+
+def test_a_layer_norm_keeps_small_differences_beside_a_large_mean() -> None:
+    stream, one = draw(3, 500) + 1000, torch.ones(500, device=DEVICE)
+    got = cuda.add_layer_norm(stream, None, one, 0 * one, 1e-5)
+    exact = reference.add_layer_norm(stream.double(), None, one.double(), 0 * one.double(), 1e-5)
+    torch.testing.assert_close(got.double(), exact, rtol=0, atol=2e-4)
+
+
 def test_norms_of_other_shapes_go_to_the_reference() -> None:
     heads, weight = draw(3, 4, 16), draw(16)
+    got = cuda.add_layer_norm(heads, heads, weight, weight, 1e-5)
+    close(got, reference.add_layer_norm(2 * draw(3, 4, 16), None, weight, weight, 1e-5))
+    heads = draw(3, 4, 16)
     got = cuda.add_rms_norm(heads[:, 1:3], None, weight, 1e-5)
     close(got, reference.add_rms_norm(heads[:, 1:3].contiguous(), None, weight, 1e-5))
 

@@ -70,6 +70,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
     assert _compile(cuda._add_rms_norm, same, "eps:fp32", added=True, **sizes)
+    assert _compile(cuda._add_layer_norm, f"{same} bias:bf16", "eps:fp32", added=True, **sizes)
     assert _compile(cuda._silu_mul, "gate_up:bf16 out:bf16", stride=512, size=256, block=256)
     gated: dict[str, Any] = {"stride": 256, "gate_stride": 768, "size": 256, "block": 256}
     assert _compile(cuda._sigmoid_mul, "x:bf16 gate:bf16 out:bf16", **gated)

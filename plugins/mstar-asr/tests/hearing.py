@@ -24,6 +24,8 @@ from mstar_asr.whisper.request import CONTEXT, DETECT, RATE, WINDOW, window_prom
 from mstar_asr.whisper.tokens import WhisperTokens
 
 SETTINGS = Settings(plugins=("server",), extra_plugins=("mstar_asr.plugin",))
+ROUNDING = 8.0
+"""Of :meth:`Reference.doubts`. The difference of two logits has √2 of one's error: this is beyond five deviations."""
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "engine": {"threads": 1}}
 
 
@@ -96,6 +98,7 @@ class Reference:
     def __init__(self, folder: Path):
         from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
+        self._folder, self._rounded = folder, dict[torch.dtype, Any]()
         self.extractor = WhisperFeatureExtractor.from_pretrained(folder)
         self.model = WhisperForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
         self.tokens = WhisperTokens.read(folder)
@@ -147,3 +150,55 @@ class Reference:
             scores_of.append(float(scores.log_softmax(-1).max()))
             ids.append(int(scores.argmax()))
         return ids[begin:], scores_of, silent
+
+    @torch.inference_mode()
+    def doubts(self, samples: np.ndarray, prompt: Sequence[int], answer: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """How much worse than float32's choice each token of a greedy *answer* is by float32's logits, in multiples of
+        the root mean square error that transformers' own logits have in *dtype*: float32 ``[len(answer)]``, 0 where it
+        is that choice. Beyond :data:`ROUNDING` it is no matter of rounding.
+
+        Whether a timestamp comes is a choice as well, and costs as much as its two sides differ."""
+        ids = list(prompt)
+        if DETECT in ids:
+            ids[ids.index(DETECT)] = self.language(samples)[0]
+        read, begin = [*ids, *answer[:-1]], len(ids)
+        exact = self.logits(self.memory(samples), read).logits[0, begin - 1 :]
+        rounded = self._in(dtype)(self.features(samples).to(dtype), decoder_input_ids=torch.tensor([read])).logits
+        error = (rounded[0, begin - 1 :].float() - exact).square().mean().sqrt()
+        found = []
+        for place, token in enumerate(answer):
+            scores = self._allowed(torch.tensor([[*ids, *answer[:place]]]), exact[place : place + 1], begin, prompt)
+            times, others = scores[self.tokens.timestamp_begin :], scores[: self.tokens.timestamp_begin]
+            worse = scores.max() - scores[token]
+            if prompt[-1] != self.tokens.no_timestamps:
+                ahead = times.logsumexp(0) - others.max()  # what makes it be a timestamp
+                timed = torch.maximum(times.max() - scores[token], (-ahead).clamp(min=0))
+                worse = torch.maximum(worse, ahead.clamp(min=0))
+                worse = torch.minimum(worse, timed) if token >= self.tokens.timestamp_begin else worse
+            found.append(worse / error)
+        return torch.stack(found)
+
+    def _in(self, dtype: torch.dtype) -> Any:
+        if dtype not in self._rounded:
+            from transformers import WhisperForConditionalGeneration
+
+            load = WhisperForConditionalGeneration.from_pretrained
+            self._rounded[dtype] = load(self._folder, attn_implementation="eager", dtype=dtype).eval()
+        return self._rounded[dtype]
+
+    def _allowed(self, ids: Tensor, scores: Tensor, begin: int, prompt: Sequence[int]) -> Tensor:
+        """*scores* ``[1, vocab]`` where the rules forbid nothing, whatever is likely; minus infinity elsewhere."""
+        from transformers.generation.logits_process import (
+            SuppressTokensAtBeginLogitsProcessor,
+            SuppressTokensLogitsProcessor,
+            WhisperTimeStampLogitsProcessor,
+        )
+
+        generation = self.model.generation_config
+        scores = SuppressTokensLogitsProcessor(generation.suppress_tokens)(ids, scores.clone())
+        scores = SuppressTokensAtBeginLogitsProcessor(generation.begin_suppress_tokens, begin)(ids, scores)
+        if prompt[-1] != self.tokens.no_timestamps:
+            scores = WhisperTimeStampLogitsProcessor(generation, begin, _detect_timestamp_from_logprob=False)(
+                ids, scores
+            )
+        return scores[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hearing import Ears, Reference, clip, window
+from hearing import ROUNDING, Ears, Reference, clip, window
 from torch.nn import functional as F
 
 from mstar_asr.whisper.alignment import heads_by_layer
@@ -200,3 +200,19 @@ def test_an_answer_of_every_position_is_aligned(ears: Ears) -> None:
     assert got["aligned"].tolist() == [*text, ears.tokens.eot]
     assert got["alignment"].shape == (len(text) + 1, 1500)
     assert np.isfinite(got["alignment"]).all()
+
+
+def test_bfloat16_differs_by_no_more_than_its_rounding(tiny_folder: Path, reference: Reference) -> None:
+    ears = Ears(tiny_folder, dtype="bfloat16")
+    for number in range(4):
+        samples = clip(1.0 + number, seed=number)
+        request = ears.request(f"{number}", samples, how={"timestamps": bool(number % 2)}, max_tokens=COUNT)
+        (got,) = ears.hear(request)
+        prompt, answer = request.inputs["prompt"].tolist(), got["text"]
+        prompt[prompt.index(DETECT)] = int(got["language"].flat[0])
+        assert reference.doubts(samples, prompt, answer, torch.bfloat16).max() < ROUNDING
+        exact = reference.answer(samples, prompt, COUNT)[0]
+        assert reference.doubts(samples, prompt, exact, torch.bfloat16).max() == 0
+        for place in (0, len(answer) // 2):  # anything else is found
+            wrong = [*answer[:place], (answer[place] + 5) % ears.tokens.eot, *answer[place + 1 :]]
+            assert reference.doubts(samples, prompt, wrong, torch.bfloat16).max() > ROUNDING

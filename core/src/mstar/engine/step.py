@@ -80,6 +80,11 @@ def make_step(
     dtype: torch.dtype,
 ) -> Step:
     lane = stage.lane
+    if lane is not None and lane.tokens == lane.rows:
+        # nothing of it differs from step to step: it is on the device from the lane's first one on
+        offsets: Tensor = stage.keep("step.offsets", lambda: torch.arange(lane.rows + 1, device=device))
+        complete: Sequence[bool] = [w.complete for w in work] + [True] * (lane.rows - len(work))
+        return Step([1] * lane.rows, offsets, offsets[:-1], complete, views, device, dtype, lane, entry)
     padded = stage.lengths(np.array([w.tokens for w in work], dtype=np.int64))
     ends = np.zeros(len(padded) + 1, dtype=np.int64)
     np.cumsum(padded, out=ends[1:])
@@ -87,8 +92,8 @@ def make_step(
     single = bool((padded == 1).all())
     last = offsets[:-1] if single else stage.put("step.last", ends[1:] - 1)
     lengths: Sequence[int] = padded.tolist()
-    complete: Sequence[bool] = [w.complete for w in work] + [True] * (len(lengths) - len(work))
-    if lane is not None and not single:
+    complete = [w.complete for w in work] + [True] * (len(lengths) - len(work))
+    if lane is not None:
         lengths = complete = _UnknownOnHost(len(lengths))
     return Step(lengths, offsets, last, complete, views, device, dtype, lane, entry)
 
@@ -123,14 +128,14 @@ def _gather_port(
         return None
     if not isinstance(values[0], Ref):
         return to_device(values, device, torch_dtype(port.dtype, dtype))
+    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host, or what the host made
     if port.layout == "stacked":
-        return _cast(_on(gather_stacked(values), device), port, dtype)
+        return _cast(gather_hosted(values, device, True) if hosted else gather_stacked(values), port, dtype)
     if port.layout == "list":
         return [_cast(_on(t, device), port, dtype) for t in gather_list(values)]
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
         values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
-    hosted = values[0].base.is_cpu and device.type != "cpu"  # an input that stays on the host
     data = _cast(gather_hosted(values, device) if hosted else gather_packed(values), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 

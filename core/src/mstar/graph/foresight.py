@@ -55,22 +55,21 @@ class Foresight:
         self, call: CallRun, outputs: Mapping[str, Ref], may: Callable[[CallOp], bool]
     ) -> CallRun | None:
         """:meth:`foresee` for a loop under way whose body is *call* alone."""
-        op, partition = call.op, call.partition
+        op, partition, run = call.op, call.partition, self._run
         loop = op.loops[-1]
-        iteration = partition.loops[loop] + 1
         for stop in loop.stops:
             if isinstance(stop, Times):
-                if iteration >= self._run.times(stop):
+                if partition.loops[loop] + 1 >= run.times(stop):
                     return None
             elif not self._token_may_go_on(stop, 1):
                 return None
-        if not may(op) or not self._run.has_room(op):
+        if not may(op) or not run.has_room(op):
             return None
-        inputs = dict(call.inputs)
+        inputs = call.inputs.copy()
         for port, output in op.again or ():
             inputs[port] = outputs[output]
         length = 1 if op.primary is None else inputs[op.primary].length
-        ahead = partition.ahead = CallRun(self._run, partition, op, inputs, length)
+        ahead = partition.ahead = CallRun(run, partition, op, inputs, length)
         return ahead
 
     def _token_may_go_on(self, stop: Stop, more: int) -> bool:

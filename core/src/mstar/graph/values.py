@@ -137,11 +137,13 @@ def gather_packed(refs: Sequence[Ref]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def gather_hosted(refs: Sequence[Ref], device: torch.device) -> Tensor:
-    """:func:`gather_packed` on *device* of values in the host's memory: copied once on the way, into pinned memory."""
+def gather_hosted(refs: Sequence[Ref], device: torch.device, stacked: bool = False) -> Tensor:
+    """:func:`gather_packed`, or *stacked* :func:`gather_stacked`, on *device* of values in the host's memory: copied
+    once on the way, into pinned memory."""
     if device.type != "cuda":
-        return gather_packed(refs).to(device)
-    pieces = _runs(refs)
+        return (gather_stacked(refs) if stacked else gather_packed(refs)).to(device)
+    whole = stacked and not all(ref.row for ref in refs)  # each value is a row
+    pieces = [ref.tensor()[None] for ref in refs] if whole else _runs(refs)
     length, inner = sum(piece.shape[0] for piece in pieces), pieces[0].shape[1:]
     pinned = torch.empty((length, *inner), dtype=pieces[0].dtype, pin_memory=True)
     return torch.cat(pieces, out=pinned).to(device, non_blocking=True)

@@ -7,7 +7,25 @@ from torch import Tensor, nn
 
 from mstar.nn import ops
 
-__all__ = ["OffsetRMSNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "OffsetRMSNorm", "RMSNorm"]
+
+
+class LayerNorm(nn.Module):
+    """:class:`torch.nn.LayerNorm` beside a residual stream: what a block adds to the stream is added in the same
+    kernel. Computes what :func:`mstar.nn.ops.add_layer_norm` says."""
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+        """*x* ``[N, size]``, of the weight's dtype. :param delta: added to *x* first, in place."""
+        return ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class RMSNorm(nn.Module):

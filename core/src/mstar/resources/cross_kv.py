@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from mstar.resources.attention.memory import dtype_named
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.paged_kv import flat_positions
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
+from mstar.resources.staging import Lane
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest
@@ -81,6 +83,15 @@ class CrossView:
         return self._resource.keys(layer, self._rows[row])
 
 
+@dataclass(slots=True)
+class _Last:
+    """The last step on a lane: its rows, if they may come again as they are, and what they read."""
+
+    rows: tuple[Row, ...] | None = None
+    changes: int = 0
+    batch: KVBatch | None = None
+
+
 class CrossKV(SlotResource):
     """One slot per context, written once and read every step. Its view is a :class:`CrossView`.
 
@@ -117,14 +128,17 @@ class CrossKV(SlotResource):
         self._lengths: dict[Owner, int] = {}  # of committed memories; open owners only
         self._staged: dict[Owner, int] = {}
         self._fresh: set[Owner] = set()  # whose memory their last step has written
+        self._changes = 0  # counts what may put another memory in a row's place
         self.capturable, self.capturable_chunks = self.backend.capturable, self.backend.capturable_chunks
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         super().open(owner, request)
+        self._changes += 1
         self._lengths.setdefault(owner, 0)
 
     def close(self, owner: Owner) -> None:
         super().close(owner)
+        self._changes += 1
         self._lengths.pop(owner, None)
         self._staged.pop(owner, None)
         self._fresh.discard(owner)
@@ -137,11 +151,20 @@ class CrossKV(SlotResource):
         stage = self.context.stage
         plan = None
         if stage.lane is not None:
-            lengths = stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows)))
-            plan = self.plan_read(rows, lengths)
+            plan = self.backend.plan_kv(self.memory, self._lane_batch(rows, stage.lane), stage, self.name)
         view: CrossView = stage.keep(f"{self.name}.view", lambda: CrossView(self))
         view.fill(rows, frozen, plan)
         return view
+
+    def _lane_batch(self, rows: Sequence[Row], lane: Lane) -> KVBatch:
+        """What a step of *rows* on *lane* reads. Memories do not change: as long as a loop has the same rows, which are
+        the same objects then, it is what the step before has read."""
+        last: _Last = self.context.stage.keep(f"{self.name}.last", _Last)
+        if last.batch is None or last.changes != self._changes or last.rows != (*rows,):
+            lengths = self.context.stage.lengths(np.fromiter((row.length for row in rows), np.int64, len(rows)))
+            last.batch, last.changes = self._batch(rows, lengths), self._changes
+            last.rows = (*rows,) if lane.tokens == lane.rows else None
+        return last.batch
 
     def stage(self, rows: Sequence[Row], memories: Sequence[int] | None = None) -> Tensor:
         """Places int64 ``[N]`` for the memories of *rows*, which :meth:`commit` makes theirs.
@@ -159,7 +182,7 @@ class CrossKV(SlotResource):
                     code="context_length_exceeded",
                 )
             self._staged[row.owner] = length
-        slots = np.fromiter((self._slots[row.owner] for row in rows), np.int64, len(rows))
+        slots = self._slots.of(rows)
         _, places = flat_positions(slots * self.spec.max_tokens, lengths)
         return self.context.stage.put(f"{self.name}.places", places)
 
@@ -171,16 +194,19 @@ class CrossKV(SlotResource):
         return self.memory.run(layer, self._slots[row.owner] * self.spec.max_tokens, length)[0]
 
     def plan_read(self, rows: Sequence[Row], lengths: Sequence[int] | npt.NDArray[np.int64]) -> KVPlan:
-        """Plan *lengths* queries over the memories of *rows*, and of padding if there are more."""
+        """Plan *lengths* queries over the memories of *rows*."""
+        return self.backend.plan_kv(self.memory, self._batch(rows, lengths), self.context.stage, self.name)
+
+    def _batch(self, rows: Sequence[Row], lengths: Sequence[int] | npt.NDArray[np.int64]) -> KVBatch:
+        """*lengths* queries over the memories of *rows*, and of padding if there are more."""
         memories = np.ones(len(lengths), np.int64)
         memories[: len(rows)] = [self._staged.get(row.owner, 0) or self._lengths[row.owner] for row in rows]
         for row, memory in zip(rows, memories.tolist(), strict=False):
             if not memory:
                 raise IntegrityError(f"the memory of {row.owner} in {self.name!r} is read before it was written")
         tables = np.full((len(lengths), 1), self._padding, np.int32)
-        tables[: len(rows), 0] = [self._slots[row.owner] for row in rows]
-        batch = KVBatch(np.asarray(lengths, np.int64), memories, tables, self.spec.max_tokens, step_kv="none")
-        return self.backend.plan_kv(self.memory, batch, self.context.stage, self.name)
+        tables[: len(rows), 0] = self._slots.of(rows)
+        return KVBatch(np.asarray(lengths, np.int64), memories, tables, self.spec.max_tokens, step_kv="none")
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         for row in rows if self._staged or self._fresh else ():
@@ -194,6 +220,7 @@ class CrossKV(SlotResource):
     def retract(self, row: Row) -> None:
         if row.owner in self._fresh:
             self._fresh.remove(row.owner)
+            self._changes += 1
             self._lengths[row.owner] = 0
 
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:

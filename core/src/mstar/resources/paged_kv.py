@@ -140,6 +140,7 @@ class PagedKV(Resource):
         self._held = np.zeros(context.max_owners + 1, np.int64)
         self._room = np.zeros(context.max_owners + 1, np.int64)
         self._planned: tuple[tuple[Any, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        self._single = False  # of the rows in _planned: each has one token
         self.capturable, self.capturable_chunks = self.backend.capturable, self.backend.capturable_chunks
 
     # --- admission --------------------------------------------------------------------------------------------------
@@ -210,9 +211,12 @@ class PagedKV(Resource):
         longest = int((starts + (0 if frozen else lengths)).max()) if len(lines) else 0
         pages, most = self.pool.units(longest), self._tables.shape[1]
         tables = self._tables[lines, :pages]
-        row_of, positions = flat_positions(starts, lengths)
+        row_of, positions = (np.arange(len(lines)), starts) if self._single else flat_positions(starts, lengths)
         if stage.lane is not None:
-            positions[int(lengths[: len(rows)].sum()) :] %= size  # within its page, where any context has positions
+            if not self._single:  # single padding stands at 0
+                positions[int(lengths[: len(rows)].sum()) :] %= (
+                    size  # within its page, where all contexts have positions
+                )
             if pages > most:  # only padding can be longer than a context may be: its page is there again and again
                 tables = np.pad(tables, ((0, 0), (0, pages - most)), mode="edge")
             most = max(most, self.pool.units(stage.lane.tokens))
@@ -237,7 +241,7 @@ class PagedKV(Resource):
             lines = np.full(stage.rows(len(rows)), len(self._tables) - 1, np.int64)
             lines[: len(rows)] = [self._lines[row.owner] for row in rows]
             lengths = stage.lengths(np.array([row.length for row in rows], np.int64))
-            self._planned = (same, lines, lengths)
+            self._planned, self._single = (same, lines, lengths), bool((lengths == 1).all())
         return self._planned[1:]
 
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:

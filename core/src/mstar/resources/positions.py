@@ -95,7 +95,7 @@ class PositionsResource(SlotResource):
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> PositionsView:
-        slots = np.array([self._slots[row.owner] for row in rows], dtype=np.int64)
+        slots = self._slots.of(rows)
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         self._planned = (slots, lengths)
         positions = self._in_order(slots, lengths)

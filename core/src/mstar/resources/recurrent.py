@@ -185,7 +185,7 @@ class RecurrentStateResource(SlotResource):
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RecurrentStateView:
         stage = self.context.stage
         slots = np.zeros(stage.rows(len(rows)), np.int64)
-        slots[: len(rows)] = [self._slots[row.owner] for row in rows]
+        slots[: len(rows)] = self._slots.of(rows)
         places = self._books.rows(slots)
         sent = stage.put(f"{self.name}.places", places)
         view: RecurrentStateView = stage.keep(f"{self.name}.view", lambda: RecurrentStateView(self))
@@ -204,10 +204,10 @@ class RecurrentStateResource(SlotResource):
             raise IntegrityError(f"{self.name}: commit without a plan")
         if frozen:
             return
-        slots = [self._slots[row.owner] for row in rows]
+        slots = self._slots.of(rows)
         self._books.advance(slots, self._written(view))
         if self._lineages:
-            for row, slot in zip(rows, slots, strict=True):
+            for row, slot in zip(rows, slots.tolist(), strict=True):
                 self._lineages[row.owner].advance(slot, row.length, row.ids, row.complete)
 
     def _written(self, view: RecurrentStateView) -> npt.NDArray[np.bool_]:

@@ -295,7 +295,7 @@ class SamplerResource(SlotResource):
 
     def _params(self, rows: Sequence[Row], count: int) -> RowParams:
         """The parameters of *rows*, and of padding up to *count*."""
-        slots = (*(self._slots[row.owner] for row in rows), *[self._padding] * (count - len(rows)))
+        slots = (*self._slots.of(rows).tolist(), *[self._padding] * (count - len(rows)))
         found = self._gathered.get(slots)
         if found is None:
             if len(self._gathered) >= _REMEMBERED:
@@ -306,7 +306,9 @@ class SamplerResource(SlotResource):
         return found
 
     def _draws(self, rows: RowParams, calls: np.ndarray) -> np.ndarray:
-        """Random numbers for the *calls*-th uses of the sampler in a step."""
+        """Random numbers for the *calls*-th uses of the sampler in a step. Whoever is greedy reads none."""
+        if rows.all_greedy:
+            return np.zeros(np.broadcast_shapes(rows.slots.shape, calls.shape))
         return sampling.uniforms(self._keys[rows.slots], self._drawn[rows.slots] + calls)
 
     def more_numbers(self, rows: RowParams, call: int) -> Tensor:

@@ -14,14 +14,14 @@ a graph holds on to with :meth:`Stage.keep`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Lane", "Late", "Stage", "to_device"]
+__all__ = ["Lane", "Late", "Stage", "record", "to_device"]
 
 _BLOCK = 1 << 16
 """Bytes of one block. Arrays that are larger get a block of their own."""
@@ -40,6 +40,17 @@ class _Block:
             self.pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(_AHEAD)]
         self.arrays = [pinned.numpy() for pinned in self.pinned]
         self.used = 0
+        self.low = self.high = 0  # what of it the step that is planned sends
+
+
+class _Place(NamedTuple):
+    """Where one array of a lane lies: bytes of a block, from *start* on, as a *tensor* on the device and as *arrays* in
+    pinned memory, one for each step in flight."""
+
+    block: _Block
+    start: int
+    tensor: Tensor
+    arrays: list[npt.NDArray[Any]]
 
 
 class Lane:
@@ -68,10 +79,10 @@ class Lane:
         self.graph: Any = None
         self.key: Hashable = None
         self.blocks: list[_Block] = []
-        self.tensors: dict[str, tuple[_Block, int, Tensor]] = {}
+        self.tensors: dict[str, _Place] = {}
         self.kept: dict[str, Any] = {}
 
-    def place(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[_Block, int, Tensor]:
+    def place(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Place:
         """Where the array *key* of *shape* lies: fixed at its first use."""
         found = self.tensors.get(key)
         if found is None:
@@ -79,9 +90,10 @@ class Lane:
             block = self._block(size)
             start, block.used = block.used, block.used + -(-size // _ALIGN) * _ALIGN
             tensor = _typed(block.device[start : start + size], dtype).view(shape)
-            found = self.tensors[key] = (block, start, tensor)
-        if tuple(found[2].shape) != shape:
-            raise ValueError(f"a captured step's {key} has shape {tuple(found[2].shape)} and cannot take {shape}")
+            arrays = [array[start : start + size].view(dtype).reshape(shape) for array in block.arrays]
+            found = self.tensors[key] = _Place(block, start, tensor, arrays)
+        elif found.arrays[0].shape != shape:
+            raise ValueError(f"a captured step's {key} has shape {found.arrays[0].shape} and cannot take {shape}")
         return found
 
     def _block(self, size: int) -> _Block:
@@ -105,13 +117,15 @@ class Stage:
         self.lane: Lane | None = None
         self._turn = 0
         self._events: list[Any] = [None] * _AHEAD
-        self._sends: dict[int, tuple[_Block, int, int]] = {}
+        self._sends: list[_Block] = []
         self._spare: list[Tensor] = [torch.empty(0, dtype=torch.uint8)] * _AHEAD
         self._filled = 0
 
     def begin(self, lane: Lane | None = None) -> None:
         """A new step, planned on *lane* or, without one, with tensors of its own."""
         self.lane = lane
+        for block in self._sends:
+            block.low = block.high = 0
         self._sends.clear()
         self._filled = 0
         if not self._direct:
@@ -165,13 +179,17 @@ class Stage:
 
     def _put_static(self, lane: Lane, key: str, array: npt.NDArray[Any], room: int | None) -> Tensor:
         shape = array.shape if room is None else (room, *array.shape[1:])
-        block, start, tensor = lane.place(key, shape, array.dtype)
-        if array.shape[0] > tensor.shape[0]:
-            raise ValueError(f"a captured step's {key} holds {tensor.shape[0]} entries, not {array.shape[0]}")
+        block, start, tensor, arrays = lane.place(key, shape, array.dtype)
+        filled = array.shape[0]
+        if filled > shape[0]:
+            raise ValueError(f"a captured step's {key} holds {shape[0]} entries, not {filled}")
+        arrays[self._turn][:filled] = array
         end = start + array.nbytes
-        block.arrays[self._turn][start:end] = _bytes(array)
-        _, low, high = self._sends.get(id(block), (block, start, end))
-        self._sends[id(block)] = (block, min(low, start), max(high, end))
+        if block.high == 0:
+            block.low, block.high = start, end
+            self._sends.append(block)
+        else:
+            block.low, block.high = min(block.low, start), max(block.high, end)
         return tensor
 
     def _pinned(self, size: int) -> Tensor:
@@ -186,13 +204,22 @@ class Stage:
 
     def send(self) -> None:
         """Copy what was put on a lane to the device, behind what the device was told to do before."""
-        for block, low, high in self._sends.values():
+        for block in self._sends:
+            low, high = block.low, block.high
             block.device[low:high].copy_(block.pinned[self._turn][low:high], non_blocking=True)
         if not self._direct:
             event = self._events[self._turn]
             if event is None:
                 event = self._events[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            record(event, self.device)
+
+
+def record(event: Any, device: torch.device) -> None:
+    """Record *event*, a ``torch.cuda.Event``, on the current stream of *device*.
+
+    An event that is given no stream looks for the current device's by its name, which costs more than the record."""
+    index = device.index
+    event.record(torch.cuda.current_stream(torch.cuda.current_device() if index is None else index))
 
 
 def to_device(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -215,7 +242,7 @@ class Late:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            record(self._event, tensor.device)
 
     def done(self) -> bool:
         """Whether nobody would have to wait for it."""

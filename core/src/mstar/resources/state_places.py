@@ -62,8 +62,11 @@ class StatePlaces:
 
     def advance(self, slots: Sequence[int] | npt.NDArray[np.int64], written: npt.NDArray[np.bool_]) -> None:
         """A step of *slots* is committed, which wrote those of the tensors that *written* ``[tensors]`` says."""
-        self._moved[:, slots] = written[:, None]
         now, after = self._now[:, slots], self._next[:, slots]
+        if written.all():  # as in all steps of most models
+            self._moved[:, slots], self._now[:, slots], self._next[:, slots] = True, after, now
+            return
+        self._moved[:, slots] = written[:, None]
         self._now[:, slots] = np.where(written[:, None], after, now)
         self._next[:, slots] = np.where(written[:, None], now, after)
 

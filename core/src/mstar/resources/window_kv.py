@@ -90,7 +90,7 @@ class WindowKV(SlotResource):
         lengths = stage.lengths(real)
         starts, base = np.zeros_like(lengths), np.full_like(lengths, self._padding * self._slot_tokens)
         starts[: len(rows)] = [self._lengths[row.owner] for row in rows]
-        base[: len(rows)] = [self._slots[row.owner] * self._slot_tokens for row in rows]
+        base[: len(rows)] = self._slots.of(rows) * self._slot_tokens
         row_of, positions = flat_positions(starts, lengths)
         kept, gaps, table = self._tables(starts, starts + (0 if frozen else lengths), base)
         single = bool((lengths == 1).all())

@@ -156,7 +156,7 @@ class Worker:
         live = self._live.get(push.id)
         if live is None:
             return  # it has ended; its end is on the way to the client
-        self._guarded(live, lambda: live.run.push(push))
+        self._guarded(live, live.run.push, push)
 
     def cancel(self, cancel: Cancel) -> None:
         live = self._live.get(cancel.id)
@@ -166,7 +166,7 @@ class Worker:
     def ack(self, request: str, stream: str, items: int) -> None:
         live = self._live.get(request)
         if live is not None:
-            self._guarded(live, lambda: live.run.ack(stream, items))
+            self._guarded(live, live.run.ack, stream, items)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
@@ -289,11 +289,11 @@ class Worker:
     def _start(self, live: Live) -> None:
         self._guarded(live, live.run.start)
 
-    def _guarded(self, live: Live, action: Callable[[], None]) -> None:
+    def _guarded(self, live: Live, action: Callable[..., None], *args: Any) -> None:
         """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
         lost."""
         try:
-            action()
+            action(*args)
             self._collect(live)
         except Exception as error:
             raise_if_lost(error)
@@ -366,7 +366,7 @@ class Worker:
             return share(call, tokens)
         live = self._live[call.run.request.id]
         if self.portions.skip(live, call):  # another request has computed the rest
-            self._guarded(live, lambda: live.run.complete(call, {}))
+            self._guarded(live, live.run.complete, call, {})
             return None
         work = self.portions.work(live, call, tokens, first)
         if work is None:
@@ -502,7 +502,7 @@ class Worker:
     def _complete(self, live: Live, call: CallRun, result: RowResult) -> None:
         outputs, logprobs = result.outputs, result.logprobs
         assert outputs is not None
-        self._guarded(live, lambda: live.run.complete(call, outputs, logprobs))
+        self._guarded(live, live.run.complete, call, outputs, logprobs)
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
         self._totals.add(node, entry, rows, tokens, seconds)

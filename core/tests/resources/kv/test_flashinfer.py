@@ -413,9 +413,27 @@ def test_a_plan_unlike_the_captured_one_is_never_run(fake: Fake) -> None:
     plan = backend.plan_kv(of, rows, stage, "kv")
     stage.send()
     plan.attend(0, queries(2), None, None)
-    stage.begin(stage.lane)
-    with pytest.raises(RuntimeError, match="which a CUDA graph has captured"):
-        backend.plan_kv(of, rows, stage, "kv")
+    for _ in range(2):  # nor the second time
+        stage.begin(stage.lane)
+        with pytest.raises(RuntimeError, match="which a CUDA graph has captured"):
+            backend.plan_kv(of, batch([1, 1], [5, 17]), stage, "kv")
+
+
+def test_a_plan_that_would_be_the_last_one_is_not_made(fake: Fake) -> None:
+    backend, of, plain = FlashInferOnCPU(), memory(), FlashInferOnCPU()
+    stage, lane = Stage("cpu"), Lane(2, torch.device("cpu"))
+    made = []
+    for starts in ([5, 9], [6, 10], [7, 11], [8, 12], [4, 12]):  # pages of four tokens
+        rows, before = batch([1, 1], starts), len(fake.plans)
+        stage.begin(lane)
+        plan = backend.plan_kv(of, rows, stage, "kv")
+        stage.send()
+        q = queries(2)
+        out = plan.attend(0, q, None, None)
+        made.append(len(fake.plans) - before)
+        wanted = plain.plan_kv(of, rows, Stage("cpu"), "kv").attend(0, q, None, None)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-6)
+    assert made == [1, 0, 0, 1, 1]
 
 
 def test_a_lane_can_read_a_memory_that_the_step_does_not_write(fake: Fake) -> None:
@@ -537,6 +555,44 @@ def test_a_lane_over_memories_of_an_encoder(fake: Fake) -> None:
         view.write(0, torch.zeros(11, 2, 8), torch.zeros(11, 2, 8))
     with pytest.raises(IntegrityError, match="lengths only"):
         view.attend(0, q, [5, 6, 0, 0])
+
+
+def test_a_lane_over_the_same_memories_is_planned_once(fake: Fake) -> None:
+    spec = specs.CrossKV(kv_heads=2, query_heads=4, head_dim=8, max_tokens=200)
+    context = ResourceContext(torch.device("cpu"), torch.float32, 4, None, [FlashInferOnCPU()], stage=Stage("cpu"))
+    cross, lane, stage = CrossKV("memory", spec, context), Lane(2, torch.device("cpu")), context.stage
+
+    def listen(name: str, length: int) -> Row:
+        owner = Owner(name)
+        assert cross.reserve(owner, 1)
+        cross.open(owner, EngineRequest(id=name))
+        stage.begin()
+        cross.plan([Row(owner, length)]).write(0, torch.randn(length, 2, 8), torch.randn(length, 2, 8))
+        cross.commit([Row(owner, length)])
+        return Row(owner)
+
+    def step(*rows: Row) -> bool:
+        """Whether it was planned."""
+        q = queries(2)
+        stage.begin()
+        wanted = cross.plan(rows).attend(0, q[: len(rows)])
+        before = len(fake.plans)
+        stage.begin(lane)
+        view = cross.plan(rows)
+        stage.send()
+        torch.testing.assert_close(view.attend(0, q)[: len(rows)], wanted, rtol=1e-5, atol=2e-6)
+        cross.commit(rows)
+        return len(fake.plans) > before
+
+    a, b = listen("A", 130), listen("B", 3)
+    assert [step(a, b) for _ in range(3)] == [True, False, False]
+    assert [step(b, a), step(b, a), step(a)] == [True, False, True]
+    cross.close(a.owner)
+    again = listen("A", 60)  # whose row is another
+    assert [step(again, b), step(again, b)] == [True, False]
+    cross.close(again.owner)
+    listen("A", 170)
+    assert step(again, b), "a row that is known may have another memory"
 
 
 def test_no_way_of_attending_is_new_during_a_capture(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

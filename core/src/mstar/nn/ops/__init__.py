@@ -26,6 +26,7 @@ __all__ = [
     "Edit",
     "HeadNorms",
     "Sample",
+    "add_layer_norm",
     "add_linear",
     "add_rms_norm",
     "cpu_kernels_fault",
@@ -212,6 +213,16 @@ def add_rms_norm(
     :returns: a new tensor, rounded once.
     """
     return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype)  # type: ignore[no-any-return]
+
+
+def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Add *delta* to *residual* ``[N, size]`` in place and return its layer norm (Ba et al. 2016): each row less its
+    mean, over ``sqrt(variance + eps)``, times *weight* plus *bias*.
+
+    :param delta: ``[N, size]``, or ``None`` for nothing to add. All are of the model's dtype.
+    :returns: a new tensor of that dtype, rounded once.
+    """
+    return _ops(weight).add_layer_norm(residual, delta, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

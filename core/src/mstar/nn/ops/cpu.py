@@ -8,10 +8,20 @@ from torch import Tensor
 from mstar.nn.ops import kernels, reference
 from mstar.nn.ops.jit import float_bits
 
-__all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "sigmoid_mul", "silu_mul", "store_rows"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "rotate",
+    "rotate_store",
+    "rotation",
+    "sigmoid_mul",
+    "silu_mul",
+    "store_rows",
+]
 
 rotation = reference.rotation  # once a step: torch's own kernels will do
 sigmoid_mul = reference.sigmoid_mul
+add_layer_norm = reference.add_layer_norm  # of encoders, whose products are what takes time
 
 _KERNELS = {torch.float32: 0, torch.bfloat16: 1}
 _SHARED = 1 << 15

@@ -17,7 +17,7 @@ from torch import Tensor
 from mstar.nn.ops import pdl, reference
 from mstar.nn.ops.reference import HeadNorms
 
-__all__ = ["add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
+__all__ = ["add_layer_norm", "add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -77,6 +77,48 @@ def add_rms_norm(
         _add_rms_norm[(rows,)](
             residual, added, weight, out, eps, residual.stride(0), added.stride(0), size, delta is not None, block,
             pdl.enabled(), num_warps=_warps(block), **pdl.options(),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_layer_norm(
+    residual, delta, weight, bias, out, eps, stride: tl.constexpr, delta_stride: tl.constexpr, size: tl.constexpr,
+    added: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    x = tl.load(residual + row * stride + at, mask=inside, other=0)
+    w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    b = tl.load(bias + at, mask=inside, other=0).to(tl.float32)
+    if added:
+        d = tl.load(delta + row * delta_stride + at, mask=inside, other=0)
+        # The norm is that of the stream as it is kept, rounding included.
+        x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
+        tl.store(residual + row * stride + at, x, mask=inside)
+    x = x.to(tl.float32)
+    apart = tl.where(inside, x - tl.sum(x, 0) / size, 0)  # squares of what is left: no digits are lost to a large mean
+    scale = 1 / tl.sqrt_rn(tl.sum(apart * apart, 0) / size + eps)
+    tl.store(out + row * size + at, (apart * scale * w + b).to(out.dtype.element_ty), mask=inside)
+
+
+def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    size = weight.shape[0]
+    known = _known(residual, weight, bias) and (delta is None or _known(delta))
+    packed = weight.is_contiguous() and bias.is_contiguous()
+    if residual.dim() != 2 or residual.stride(1) != 1 or not known or not packed:
+        return reference.add_layer_norm(residual, delta, weight, bias, eps)
+    if delta is not None and (delta.dim() != 2 or delta.stride(1) != 1):
+        delta = delta.reshape(residual.shape).contiguous()
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    if rows := residual.shape[0]:
+        added = residual if delta is None else delta
+        block = _power(size)
+        _add_layer_norm[(rows,)](
+            residual, added, weight, bias, out, eps, residual.stride(0), added.stride(0), size, delta is not None,
+            block, pdl.enabled(), num_warps=_warps(block), **pdl.options(),
         )  # fmt: skip
     return out
 

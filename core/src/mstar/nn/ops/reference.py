@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "HeadNorms",
+    "add_layer_norm",
     "add_rms_norm",
     "composed",
     "rotate",
@@ -47,6 +48,12 @@ def add_rms_norm(
     length = torch.linalg.vector_norm(residual, 2, -1, keepdim=True, dtype=torch.float32)
     scale = torch.rsqrt(length.square().div_(weight.shape[0]).add_(eps))
     return torch.mul(residual, scale).to(weight.dtype).mul_(weight).to(dtype or weight.dtype)
+
+
+def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    if delta is not None:
+        residual.add_(delta)
+    return F.layer_norm(residual, weight.shape, weight, bias, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

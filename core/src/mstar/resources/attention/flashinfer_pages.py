@@ -36,6 +36,14 @@ class PageList:
         packed, split = torch.from_numpy(self.packed), self.rows + 1
         return packed[:split], packed[split : 2 * split], torch.from_numpy(self.kv_lengths)
 
+    def read_by_plan(self, kind: str) -> npt.NDArray[np.int32]:
+        """All that planning a kernel of *kind* reads, in one array: the decoding kernel divides whole pages, however
+        full the last one is, and is told nothing but where each row's begin."""
+        split = self.rows + 1
+        if kind == "decode":
+            return self.packed[split : 2 * split]
+        return np.concatenate((self.packed[: 2 * split], self.kv_lengths))
+
 
 def split_packed(packed: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``qo_indptr``, ``kv_indptr``, ``indices`` and ``last_page_len`` of *packed*, which is on the device."""

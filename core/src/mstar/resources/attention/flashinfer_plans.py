@@ -161,9 +161,16 @@ class LanePlan(MemoryPlan):
         super().__init__(backend, memory, key)
         self._rows: LaneRows | None = None
         self._written, self._windows = False, False
+        self._batch: KVBatch | None = None  # of the last plan
+        self._room = 0
 
     def refill(self, batch: KVBatch, stage: Stage) -> None:
-        """Plan the lane's next step. What it reads is on the device once *stage* has been sent."""
+        """Plan the lane's next step; nothing is to be planned if *batch* is the very one of the step before. What it
+        reads is on the device once *stage* has been sent."""
+        if batch is self._batch and self._rows is not None:
+            stage.put(f"{self._key}.pages", self._rows.pages.packed, room=self._room)
+            return
+        self._batch = None  # unless this one can be planned
         rows, size, written = len(batch.lengths), batch.page_size, batch.step_kv == "written"
         lane = stage.lane
         assert lane is not None
@@ -173,14 +180,15 @@ class LanePlan(MemoryPlan):
             raise ValueError(f"a captured step of {self._key!r} has {wanted}, not {batch.lengths.tolist()}")
         ends = batch.starts + batch.lengths if written else batch.starts
         pages = list_pages(batch.lengths, ends, batch.tables, size)
-        most = room(rows, batch.most_pages or batch.tables.shape[1], size)
-        packed = stage.put(f"{self._key}.pages", pages.packed, room=most)
+        self._room = room(rows, batch.most_pages or batch.tables.shape[1], size)
+        packed = stage.put(f"{self._key}.pages", pages.packed, room=self._room)
         self._written, self._windows = written, written and not batch.sink
         if self._rows is None:
             self._rows = LaneRows(self._backend, self._memory, kernel_page(size), pages, packed, 0, decode)
             self._few = self._rows.few(self._memory, batch) if decode else None
         else:
             self._rows.refill(pages)
+        self._batch = batch
 
     def _attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, way: Way) -> Tensor:
         assert self._rows is not None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mstar.nn.linear import ColumnLinear, QKVLinear, RowLinear
 from mstar.nn.node import Node, Packed, Step
+from mstar.nn.norm import LayerNorm
 from mstar_asr.qwen3_asr.config import AudioConfig, audio_tokens
 from mstar_asr.qwen3_asr.sound import SHORTEST
 from mstar_asr.whisper.features import LogMel
@@ -40,28 +41,33 @@ class _Attention(nn.Module):
         self.qkv_proj = QKVLinear(config.hidden, config.heads, config.heads, self.head_dim, bias=True)
         self.out_proj = RowLinear(config.hidden, config.hidden, bias=True)
 
-    def forward(self, x: Tensor, attention: Any, segments: Sequence[int]) -> Tensor:
-        """*x*: normed ``[N, hidden]``; *segments*: their lengths, ``N`` in all."""
-        q, k, v = self.qkv_proj(x).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
-        return self.out_proj(attention.attend(q, k, v, lengths=segments).flatten(1))  # type: ignore[no-any-return]
+    def beside(self, x: Tensor, normed: Tensor, attention: Any, segments: Sequence[int]) -> Tensor | None:
+        """Add to the stream *x* ``[N, hidden]``; *segments*: their lengths, ``N`` in all. See :class:`_Layer`."""
+        q, k, v = self.qkv_proj(normed).view(x.shape[0], 3, self.heads, self.head_dim).unbind(1)
+        return self.out_proj.add_to(x, attention.attend(q, k, v, lengths=segments).flatten(1))
 
 
 class _Layer(nn.Module):
+    """Blocks beside the stream. What a block adds to it is handed on as *delta* and added within the next norm, or was
+    added by its last product (:meth:`mstar.nn.linear.Linear.add_to`), and there is no *delta*."""
+
     def __init__(self, config: AudioConfig):
         super().__init__()
-        self.self_attn_layer_norm = nn.LayerNorm(config.hidden)
+        self.self_attn_layer_norm = LayerNorm(config.hidden)
         self.self_attn = _Attention(config)
-        self.final_layer_norm = nn.LayerNorm(config.hidden)
+        self.final_layer_norm = LayerNorm(config.hidden)
         self.fc1 = ColumnLinear(config.hidden, config.ffn, bias=True)
         self.fc2 = RowLinear(config.ffn, config.hidden, bias=True)
 
-    def forward(self, x: Tensor, attention: Any, segments: Sequence[int]) -> Tensor:
-        x = x + self.self_attn(self.self_attn_layer_norm(x), attention, segments)
-        x = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
+    def forward(self, x: Tensor, delta: Tensor | None, attention: Any, segments: Sequence[int]) -> Tensor | None:
+        """*x*: the stream ``[N, hidden]``, changed in place."""
+        delta = self.self_attn.beside(x, self.self_attn_layer_norm(x, delta), attention, segments)
+        delta = self.fc2.add_to(x, F.gelu(self.fc1(self.final_layer_norm(x, delta))))
         if x.dtype is torch.float16:  # the reference keeps its stream in range so
             limit = torch.finfo(x.dtype).max - 1000
-            x = x.clamp(-limit, limit)
-        return x
+            (x if delta is None else x.add_(delta)).clamp_(-limit, limit)
+            return None
+        return delta
 
 
 class AudioEncoder(Node):
@@ -86,7 +92,7 @@ class AudioEncoder(Node):
         bands = audio_tokens(config.mels, config.mels)
         self.conv_out = RowLinear(channels * bands, config.hidden)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
-        self.ln_post = nn.LayerNorm(config.hidden)
+        self.ln_post = LayerNorm(config.hidden)
         self.proj1 = ColumnLinear(config.hidden, config.hidden, bias=True)
         self.proj2 = RowLinear(config.hidden, config.width, bias=True)
         self.tokens = audio_tokens(config.second, config.second)
@@ -181,9 +187,10 @@ class AudioEncoder(Node):
         places = torch.arange(self.tokens, device=x.device)
         x = x[places < _on(x, counts)[:, None]]
         segments, clips = self.segments(counts, lengths)
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, step["encoder_attention"], segments)
-        x = self.proj2(F.gelu(self.proj1(self.ln_post(x))))
+            delta = layer(x, delta, step["encoder_attention"], segments)
+        x = self.proj2(F.gelu(self.proj1(self.ln_post(x, delta))))
         return Packed(x, clips)
 
     def convolved(self, mel: Tensor) -> Tensor:

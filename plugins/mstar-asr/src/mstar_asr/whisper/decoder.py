@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mstar.nn.linear import ColumnLinear, LMHead, MergedLinear, QKVLinear, RowLinear, VocabEmbedding
 from mstar.nn.node import Node, Packed, Sampled, Step
+from mstar.nn.norm import LayerNorm
 from mstar_asr.whisper import alignment
 from mstar_asr.whisper.config import WhisperConfig
 from mstar_asr.whisper.request import AFTER_SOT, MAX_INITIAL, TIMESTAMPS
@@ -32,9 +33,10 @@ class _SelfAttention(nn.Module):
         self.heads = self.qkv_proj.heads
         self.out_proj = RowLinear(hidden, hidden, bias=True, unit=hidden // heads)
 
-    def forward(self, x: Tensor, layer: int, mix: Mix) -> Tensor:
-        q, k, v = self.qkv_proj(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
-        return self.out_proj(mix(layer, q, k, v).flatten(1))  # type: ignore[no-any-return]
+    def beside(self, x: Tensor, normed: Tensor, layer: int, mix: Mix) -> Tensor | None:
+        """Add to the stream *x*; see :class:`_Layer`."""
+        q, k, v = self.qkv_proj(normed).view(x.shape[0], 3, self.heads, -1).unbind(1)
+        return self.out_proj.add_to(x, mix(layer, q, k, v).flatten(1))
 
 
 class _CrossAttention(nn.Module):
@@ -51,28 +53,32 @@ class _CrossAttention(nn.Module):
         k, v = self.kv_proj(memory).view(memory.shape[0], 2, self.heads, -1).unbind(1)
         return k, v
 
-    def forward(self, x: Tensor, layer: int, look: Look) -> Tensor:
-        q = self.q_proj(x).view(x.shape[0], self.heads, -1)
-        return self.out_proj(look(layer, q).flatten(1))  # type: ignore[no-any-return]
+    def beside(self, x: Tensor, normed: Tensor, layer: int, look: Look) -> Tensor | None:
+        """Add to the stream *x*; see :class:`_Layer`."""
+        q = self.q_proj(normed).view(x.shape[0], self.heads, -1)
+        return self.out_proj.add_to(x, look(layer, q).flatten(1))
 
 
 class _Layer(nn.Module):
+    """Blocks beside the stream. What a block adds to it is handed on as *delta* and added within the next norm, or was
+    added by its last product (:meth:`mstar.nn.linear.Linear.add_to`), and there is no *delta*."""
+
     def __init__(self, config: WhisperConfig, index: int):
         super().__init__()
         self.index = index
-        self.self_attn_layer_norm = nn.LayerNorm(config.hidden)
+        self.self_attn_layer_norm = LayerNorm(config.hidden)
         self.self_attn = _SelfAttention(config.hidden, config.decoder_heads)
-        self.encoder_attn_layer_norm = nn.LayerNorm(config.hidden)
+        self.encoder_attn_layer_norm = LayerNorm(config.hidden)
         self.encoder_attn = _CrossAttention(config.hidden, config.decoder_heads)
-        self.final_layer_norm = nn.LayerNorm(config.hidden)
+        self.final_layer_norm = LayerNorm(config.hidden)
         self.fc1 = ColumnLinear(config.hidden, config.decoder_ffn, bias=True)
         self.fc2 = RowLinear(config.decoder_ffn, config.hidden, bias=True)
 
-    def forward(self, x: Tensor, mix: Mix, look: Look) -> Tensor:
-        """*x*: the stream ``[N, hidden]``."""
-        x = x + self.self_attn(self.self_attn_layer_norm(x), self.index, mix)
-        x = x + self.encoder_attn(self.encoder_attn_layer_norm(x), self.index, look)
-        return x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, delta: Tensor | None, mix: Mix, look: Look) -> Tensor | None:
+        """*x*: the stream ``[N, hidden]``, changed in place."""
+        delta = self.self_attn.beside(x, self.self_attn_layer_norm(x, delta), self.index, mix)
+        delta = self.encoder_attn.beside(x, self.encoder_attn_layer_norm(x, delta), self.index, look)
+        return self.fc2.add_to(x, F.gelu(self.fc1(self.final_layer_norm(x, delta))))
 
 
 class Decoder(Node):
@@ -87,7 +93,7 @@ class Decoder(Node):
         self.embed_tokens = VocabEmbedding(config.vocab, config.hidden)
         self.embed_positions = nn.Embedding(config.positions, config.hidden)
         self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.decoder_layers))
-        self.layer_norm = nn.LayerNorm(config.hidden)
+        self.layer_norm = LayerNorm(config.hidden)
         self.head = LMHead(config.hidden, config.vocab, tied=self.embed_tokens)
         self.rules = Rules(tokens)
         self.register_buffer("languages", torch.empty(len(tokens.languages), dtype=torch.int64), persistent=False)
@@ -100,9 +106,10 @@ class Decoder(Node):
     def _run(self, ids: Tensor, positions: Tensor, mix: Mix, look: Look) -> Tensor:
         """The stream ``[N, hidden]`` of tokens *ids* ``[N]`` at *positions* ``[N]``."""
         x = self.embed_tokens(ids) + self.embed_positions(positions)
+        delta: Tensor | None = None
         for layer in self.layers:
-            x = layer(x, mix, look)
-        return x  # type: ignore[no-any-return]
+            delta = layer(x, delta, mix, look)
+        return x if delta is None else x.add_(delta)  # type: ignore[no-any-return]
 
     def _step(self, step: Step, ids: Tensor) -> Tensor:
         kv, cross = step["kv"], step["cross"]
@@ -115,10 +122,7 @@ class Decoder(Node):
     def _sample(self, step: Step, logits: Tensor, facts: Tensor) -> Sampled:
         """Choose a token a row, and note it."""
         sampled: Sampled = step["sampler"].sample(logits)
-        answer = step["answer"]
-        place = Rules.count(facts).clamp(max=self.config.positions - 1)
-        answer.write("said", answer.read("said").scatter(1, place[:, None], sampled.ids[:, None]))
-        answer.write("facts", self.rules.after(facts, sampled.ids))
+        self.rules.note(step["answer"], facts, sampled.ids)
         return sampled
 
     # --- entries ------------------------------------------------------------------------------------------------------

@@ -55,12 +55,13 @@ _ROWS = {"cpu": 1, "cuda": 16}
 """Windows that are encoded in one step. One is work enough for any CPU, and the first may be written while others are
 heard; on a GPU more than so many gain nothing. Each takes up to 60 MB of activations."""
 
-_SAMPLES = Port("samples", "float32", (WINDOW + 2 * CONTEXT,), "stacked")
-_FRAMES = Port("frames", "int64", (1,), "stacked")
-_LOUDEST = Port("loudest", "float32", (1,), "stacked")
-_PROMPT = Port("prompt", "int64", ("T",))
+# Inputs wait in the host's memory: 2 MB each, which a step takes to the device for all of its rows at once.
+_SAMPLES = Port("samples", "float32", (WINDOW + 2 * CONTEXT,), "stacked", host=True)
+_FRAMES = Port("frames", "int64", (1,), "stacked", host=True)
+_LOUDEST = Port("loudest", "float32", (1,), "stacked", host=True)
+_PROMPT = Port("prompt", "int64", ("T",), host=True)
 _LANGUAGE = Port("language", "int64", (), "stacked", optional=True)
-_RULES = Port("rules", "int64", (3,), "stacked")
+_RULES = Port("rules", "int64", (3,), "stacked", host=True)
 _TOKEN = Port("token", "int64", (), "stacked")
 _TOLD = Port("told", "float32", (2,), "stacked")
 _NO_SPEECH = Port("no_speech", "float32", (), "stacked")

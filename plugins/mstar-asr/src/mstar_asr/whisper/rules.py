@@ -11,9 +11,14 @@ What the rules must know of an answer so far is :data:`FACTS` numbers a request,
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from mstar.nn.ops import cuda_kernels_fault
 from mstar_asr.whisper.tokens import WhisperTokens
 
 __all__ = ["FACTS", "Rules"]
@@ -23,6 +28,16 @@ FACTS = 5
 second token: yes); the last timestamp, 0 without one."""
 
 _WANTED, _COUNT, _LAST, _BEFORE, _LATEST = range(FACTS)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The same as kernels for CUDA, where they can be used."""
+    if cuda_kernels_fault() is not None:
+        return None
+    import mstar_asr.whisper.rules_cuda as kernels
+
+    return kernels
 
 
 class Rules(nn.Module):
@@ -65,6 +80,11 @@ class Rules(nn.Module):
     def next(self, logits: Tensor, facts: Tensor) -> None:
         """Before any other token."""
         tokens = self.tokens
+        kernels = _kernels() if logits.is_cuda and logits.is_contiguous() else None
+        if kernels is not None:
+            never = self.never, tokens.timestamp_begin, tokens.eot, tokens.no_timestamps
+            kernels.following(logits, facts, *never)
+            return
         begin, eot = tokens.timestamp_begin, tokens.eot
         logits.index_fill_(1, self.never, -torch.inf)
         wanted, last, before = facts[:, _WANTED].bool(), facts[:, _LAST].bool(), facts[:, _BEFORE].bool()
@@ -89,6 +109,20 @@ class Rules(nn.Module):
         is_time = ids >= self.tokens.timestamp_begin
         before = torch.where(count == 0, 1, last)
         return torch.stack((wanted, count + 1, is_time.long(), before, torch.where(is_time, ids, latest)), 1)
+
+    def note(self, answer: Any, facts: Tensor, ids: Tensor) -> None:
+        """Once *ids* have been sampled: keep them behind the rows' answers, and the facts that are true then.
+
+        :param answer: the step's view of ``said`` and ``facts``. :param facts: those that were true before.
+        """
+        kernels = _kernels() if ids.is_cuda else None
+        if kernels is not None:
+            kernels.note(ids, facts, answer.slots("said"), answer.slots("facts"), self.tokens.timestamp_begin)
+            return
+        said = answer.read("said")
+        place = self.count(facts).clamp(max=said.shape[1] - 1)
+        answer.write("said", said.scatter(1, place[:, None], ids[:, None]))
+        answer.write("facts", self.after(facts, ids))
 
     @staticmethod
     def count(facts: Tensor) -> Tensor:
