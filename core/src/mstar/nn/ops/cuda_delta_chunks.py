@@ -21,7 +21,7 @@ from torch import Tensor
 from mstar.nn.ops import pdl
 from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
 
-__all__ = ["gates", "rule", "takes", "takes_rows"]
+__all__ = ["gates", "rule", "takes", "takes_rows", "warps"]
 
 _SIZES = (16, 32, 64, 128)
 _COLUMNS = 32
@@ -32,6 +32,13 @@ _AMPLE = 160 << 10
 """Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
 _PRECISION = "tf32x3"
 """Of products of float32: three on tensor cores, nearly exact."""
+
+
+def warps(key: int, value: int) -> int:
+    """Warps of a program. Four make products of a whole warp group; two cannot. The ptxas of Triton 3.6 (CUDA 12.8) takes
+    a shared address for the descriptor of such a product where a kernel has several of different widths that follow a
+    branch (seen in its output for keys of 16 and values of 32): so only sizes that models have are computed that way."""
+    return 4 if key == value >= 64 else 2
 
 
 def takes(pool: Tensor) -> bool:
@@ -208,13 +215,13 @@ def rule(
         _prepare[(most, v_heads)](
             q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
-            a_log is not None, _PRECISION, pdl.enabled(), num_warps=4, **pdl.options(),
+            a_log is not None, _PRECISION, pdl.enabled(), num_warps=warps(key, value), **pdl.options(),
         )  # fmt: skip
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target
         _scan[(spans.rows, v_heads, value // columns)](
             solved, reads, seeing, writes, within, left, table, spans.first_chunks, state.pool, state.source, target,
             out, most, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, _PRECISION,
-            pdl.enabled(), num_warps=4, num_stages=stages, **pdl.options(),
+            pdl.enabled(), num_warps=warps(key, value), num_stages=stages, **pdl.options(),
         )  # fmt: skip
     return out
