@@ -23,8 +23,9 @@ from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
 __all__ = ["causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm"]
 
-_WARP = 2048
-"""Elements of a matrix a warp of a decoding step's program: 64 registers a thread."""
+_WARP = 4096
+"""Numbers of a matrix that a warp of a decoding step's program holds, 128 a thread. With fewer, there would be more threads
+than channels, and Triton would load these anew in every layout that they are needed in."""
 _CHANNELS = 256
 _TOKENS = 16
 """Channels and tokens that one program convolves: what its tokens share is read once and stays near."""
@@ -32,19 +33,18 @@ _TOKENS = 16
 
 # --- one token a row --------------------------------------------------------------------------------------------------
 @triton.jit
-def _convolved(row, weight, window, target, channel, mine, width: tl.constexpr, taps: tl.constexpr, kept: tl.constexpr):
+def _convolved(row, weight, window, target, channel, mine, width: tl.constexpr, kept: tl.constexpr):
     """The convolution's new outputs of some channels, rounded to their dtype, in float32. With *kept* and *mine* the
     window that ends with this token is written to *target*."""
-    channel = channel[:, None]
-    tap = tl.arange(0, taps)[None, :] + channel * 0
-    old = tl.load(window + channel * (width - 1) + tap, mask=tap < width - 1, other=0).to(tl.float32)
     new = tl.load(row + channel)
-    inputs = tl.where(tap < width - 1, old, new.to(tl.float32))
+    total = new.to(tl.float32) * tl.load(weight + channel * width + width - 1).to(tl.float32)
+    for tap in tl.static_range(width - 1):
+        old = tl.load(window + channel * (width - 1) + tap)
+        total += old.to(tl.float32) * tl.load(weight + channel * width + tap).to(tl.float32)
+        if kept and tap > 0:
+            tl.store(target + channel * (width - 1) + tap - 1, old, mask=mine)
     if kept:
-        to = target + channel * (width - 1) + tap - 1
-        tl.store(to, inputs.to(target.dtype.element_ty), mask=(tap > 0) & (tap < width) & mine)
-    w = tl.load(weight + channel * width + tap, mask=tap < width, other=0).to(tl.float32)
-    total = tl.sum(inputs * w, 1)
+        tl.store(target + channel * (width - 1) + width - 2, new.to(target.dtype.element_ty), mask=mine)
     return (total / (1 + tl.exp(-total))).to(new.dtype).to(tl.float32)
 
 
@@ -63,7 +63,7 @@ def _decode(
     mixed, a, b, weight, a_log, dt_bias, offsets, windows, window_source, window_target, states, state_source,
     state_target, gate, norm, out, eps, stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
     window_stride: tl.constexpr, state_stride: tl.constexpr, gate_stride: tl.constexpr, width: tl.constexpr,
-    taps: tl.constexpr, k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
+    k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
     window_kept: tl.constexpr, state_kept: tl.constexpr, normed: tl.constexpr, single: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
@@ -90,10 +90,10 @@ def _decode(
     source = mixed + token * stride
     window = windows + tl.load(window_source + row) * window_stride
     target = windows + tl.load(window_target + row) * window_stride
-    mine = head % group == 0  # the first of the programs that share queries and keys
-    q = _convolved(source, weight, window, target, q_channel, mine, width, taps, window_kept)
-    k = _convolved(source, weight, window, target, q_channel + keys, mine, width, taps, window_kept)
-    v = _convolved(source, weight, window, target, 2 * keys + head * value + at_v, True, width, taps, window_kept)
+    mine = at_k * 0 + head % group == 0  # the first of the programs that share queries and keys
+    q = _convolved(source, weight, window, target, q_channel, mine, width, window_kept)
+    k = _convolved(source, weight, window, target, q_channel + keys, mine, width, window_kept)
+    v = _convolved(source, weight, window, target, 2 * keys + head * value + at_v, at_v >= 0, width, window_kept)
     q = q * (1 / tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6)) * (key**-0.5)
     k = k * (1 / tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
     g, beta = chunks.gates(
@@ -164,13 +164,13 @@ def _step(
     gate, scale, eps = (mixed, mixed, 0.0) if norm is None else norm
     if not spans.rows:
         return
+    k_heads = (mixed.shape[1] - v_heads * value) // (2 * key)
     _decode[(spans.rows, v_heads)](
         mixed, a, b, conv_weight, a_log, dt_bias, spans.offsets, window.pool, window.source, _or_source(window),
         state.pool, state.source, _or_source(state), gate, scale, out, float(eps), mixed.stride(0), a.stride(0),
-        b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1],
-        _power(conv_weight.shape[1]), (mixed.shape[1] - v_heads * value) // 2 // key, v_heads, key, value,
-        window.target is not None, state.target is not None, norm is not None, spans.single, pdl.enabled(),
-        num_warps=min(max(key * value // _WARP, 1), 8), **pdl.options(),
+        b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1], k_heads,
+        v_heads, key, value, window.target is not None, state.target is not None, norm is not None, spans.single,
+        pdl.enabled(), num_warps=max(key * value // _WARP, 1), **pdl.options(),
     )  # fmt: skip
 
 
