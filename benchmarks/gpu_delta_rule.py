@@ -28,7 +28,7 @@ from gpu_attention import copy_bandwidth, seconds, show
 from torch import Tensor
 
 from mstar.nn.ops import cuda_delta, cuda_delta_chunks, delta_reference
-from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
+from mstar.nn.ops.delta import CHUNK, GatedNorm, Spans, StateSlots
 
 __all__ = ["main"]
 
@@ -59,8 +59,10 @@ class Layers:
     def __post_init__(self) -> None:
         channels = 2 * self.k_heads * SIZE + self.v_heads * SIZE
         make: Any = {"device": DEVICE, "dtype": self.dtype}
-        self.fused = torch.randn(self.tokens, channels + 2 * self.v_heads, **make)
-        self.mixed, self.a, self.b = self.fused.split((channels, self.v_heads, self.v_heads), 1)
+        inner = self.v_heads * SIZE
+        self.fused = torch.randn(self.tokens, channels + inner + 2 * self.v_heads, **make)
+        self.mixed, z, self.a, self.b = self.fused.split((channels, inner, self.v_heads, self.v_heads), 1)
+        self.norm = GatedNorm(z.unflatten(1, (-1, SIZE)), torch.rand(SIZE, **make) + 0.5, 1e-6)
         self.weight = torch.randn(channels, WIDTH, **make) / 2
         self.a_log, self.dt_bias = torch.rand(self.v_heads, device=DEVICE) * 2, torch.randn(self.v_heads, **make)
         places = 2 * self.rows + 2
@@ -81,7 +83,7 @@ class Layers:
         windows, states = pools or (self.windows, self.states)
         slots = [StateSlots(pool[:, layer], self.source, self.target) for pool in (windows, states)]
         out: Tensor = ops.gated_delta_net(
-            self.mixed, self.a, self.b, self.weight, self.a_log, self.dt_bias, spans, *slots
+            self.mixed, self.a, self.b, self.weight, self.a_log, self.dt_bias, spans, *slots, self.norm
         )
         return out
 
@@ -126,7 +128,8 @@ def exact(layers: Layers, layer: int, lengths: Sequence[int]) -> tuple[Tensor, T
             s = s + k[:, :, None] * ((v - held) * beta[first + t].float()[:, None])[:, None]
             outs.append((s * q[:, :, None]).sum(1) * SIZE**-0.5)
         state[row] = s
-    return torch.stack(outs), state
+    norm = layers.norm._replace(gate=layers.norm.gate.float(), weight=layers.norm.weight.float())
+    return delta_reference.gated_rms_norm(torch.stack(outs), *norm), state
 
 
 def check() -> list[dict[str, Any]]:

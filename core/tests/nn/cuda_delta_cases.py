@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mstar.nn.ops import cuda_delta, delta_reference
-from mstar.nn.ops.delta import Spans, StateSlots
+from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -87,10 +87,11 @@ def wide(state: StateSlots) -> StateSlots:
         (torch.float32, False, [9, 1], 16, 16),
     ],
 )
-def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, value: int) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, value: int, normed: bool) -> None:
     n, channels = sum(lengths), 2 * K_HEADS * key + V_HEADS * value
-    fused = draw(n, channels + 2 * V_HEADS, dtype=dtype)
-    mixed, a, b = fused.split((channels, V_HEADS, V_HEADS), 1)
+    fused = draw(n, channels + V_HEADS * value + 2 * V_HEADS, dtype=dtype)
+    mixed, z, a, b = fused.split((channels, V_HEADS * value, V_HEADS, V_HEADS), 1)
     weight, a_log, dt_bias = draw(channels, WIDTH, dtype=dtype), draw(V_HEADS) - 2, draw(V_HEADS, dtype=dtype)
     spans = Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), n)
     window = slots(len(lengths), channels, WIDTH - 1, dtype=dtype)
@@ -98,9 +99,13 @@ def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, v
     if not kept:
         window, state = window._replace(target=None), state._replace(target=None)
     exact_window, exact_state = wide(window), wide(state)
-    got = cuda_delta.gated_delta_net(mixed, a, b, weight, a_log, dt_bias, spans, window, state)
+    norm = exact_norm = None
+    if normed:
+        norm = GatedNorm(z.view(n, V_HEADS, value), draw(value, dtype=dtype), 1e-6)
+        exact_norm = norm._replace(gate=norm.gate.float(), weight=norm.weight.float())
+    got = cuda_delta.gated_delta_net(mixed, a, b, weight, a_log, dt_bias, spans, window, state, norm)
     wider = (x.float() for x in (mixed, a, b, weight, a_log, dt_bias))
-    exact = delta_reference.gated_delta_net(*wider, spans, exact_window, exact_state)
+    exact = delta_reference.gated_delta_net(*wider, spans, exact_window, exact_state, exact_norm)
     assert got.dtype == dtype
     close(got, exact, LIMIT[dtype])
     close(state.pool, exact_state.pool, LIMIT[dtype])
@@ -137,7 +142,7 @@ def test_keys_that_repeat_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[1, 1], [2, 1, 0, 9]])
+@pytest.mark.parametrize("lengths", [[1, 1], [2, 1, 0, 9], [20, 0, 1, 13]])
 def test_the_convolution_with_a_bias(dtype: torch.dtype, lengths: list[int]) -> None:
     n = sum(lengths)
     x, weight, bias = draw(n, 70, dtype=dtype)[:, :60], draw(60, WIDTH, dtype=dtype), draw(60, dtype=dtype)

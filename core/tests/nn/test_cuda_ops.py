@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,9 @@ def test_the_kernels_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _compile(kernel: Any, pointers: str, numbers: str = "", aligned: bool = False, **constants: Any) -> str:
+def _compile(
+    kernel: Any, pointers: str, numbers: str = "", aligned: bool = False, warps: int = 4, **constants: Any
+) -> str:
     """Compile for an H100 or H200, which needs no GPU, to start early; returns the PTX. *pointers*: ``name:type`` …
 
     :param aligned: whether pointers are multiples of 16 bytes.
@@ -48,7 +51,8 @@ def _compile(kernel: Any, pointers: str, numbers: str = "", aligned: bool = Fals
     attributes = {(number,): [["tt.divisibility", 16]] for number in places}
     early = {"early": True} if "early" in kernel.arg_names else {}
     source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, **early}, attrs=attributes)
-    options = {"enable_fp_fusion": True, "launch_pdl": True}  # the first is the default, which some releases warn of
+    # the first is the default, which some releases warn of
+    options = {"enable_fp_fusion": True, "launch_pdl": True, "num_warps": warps}
     ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
     # Nothing but weights is touched before the kernels before have ended.
     before, wait, _ = ptx.partition("griddepcontrol.wait")
@@ -136,26 +140,47 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
 
     heads: dict[str, Any] = {"v_heads": 4, "key": 128, "value": 128}
     layer = "mixed:bf16 a:bf16 b:bf16 weight:bf16 a_log:fp32 dt_bias:bf16 windows:bf16 states:fp32 out:bf16 "
-    places = "window_source:i64 window_target:i64 state_source:i64 state_target:i64"
+    places = "gate:bf16 norm:bf16 offsets:i64 window_source:i64 window_target:i64 state_source:i64 state_target:i64"
     strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
-    one = {"width": 4, "k_heads": 2, "columns": 32, "window_kept": True, "state_kept": True}
-    assert "st.global.v4" in _compile(delta._decode, layer + places, aligned=True, **heads, **strides, **one)
+    one = {"width": 4, "k_heads": 2, "gate_stride": 1536, "window_kept": True, "state_kept": True}
+    decode = _compile(
+        delta._decode, layer + places, "eps:fp32", aligned=True, warps=4, normed=True, single=True,
+        **heads, **strides, **one,
+    )  # fmt: skip
+    assert decode.count("st.global.v4") == 32  # a matrix of 64 kB: 128 numbers a thread
+    # All of it is under way before anything that is computed is waited for.
+    assert decode.index("ex2.approx") > [found.start() for found in re.finditer("ld.global.v4", decode)][31]
     rows = "x:bf16 weight:bf16 bias:bf16 windows:bf16 out:bf16 source:i64 target:i64 row_of:i64 offsets:i64"
-    sizes: dict[str, Any] = {"stride": 1536, "window_stride": 9216, "channels": 1024, "width": 4, "block": 512}
+    sizes: dict[str, Any] = {
+        "stride": 1536,
+        "window_stride": 9216,
+        "channels": 1024,
+        "width": 4,
+        "together": 16,
+        "block": 256,
+    }
     assert _compile(delta._conv, rows, "tokens:i32", biased=True, kept=True, **sizes)
     norm = {"stride": 512, "gate_stride": 1536, "heads": 4, "size": 128, "group": 8, "block": 128}
     assert _compile(delta._gated_rms_norm, "x:bf16 gate:bf16 weight:bf16 out:bf16", "eps:fp32", **norm)
     scratch = "solved:bf16 reads:bf16 seeing:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
     strides = {"q_stride": 1024, "k_stride": 1024, "v_stride": 1024, "a_stride": 1536, "b_stride": 1536}
-    way: dict[str, Any] = {"chunk": 64, "precision": "tf32x3"}
+    way: dict[str, Any] = {"chunk": 64, "longer": True, "precision": "tf32x3"}
     gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
     prepared = _compile(
         chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **heads, **strides, **way
     )
-    assert "mma" in prepared
-    scan = scratch + "first_chunks:i32 states:fp32 state_source:i64 state_target:i64 out:bf16"
+    assert "wgmma" in prepared
+    # Sizes that ptxas gets wrong with products of a warp group have none.
+    small = {**heads, "key": 16, "value": 32, "warps": chunks.warps(16, 32)}
+    assert "wgmma" not in _compile(
+        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **small, **strides, **way
+    )
+    scan = (
+        scratch.replace("table:i32", "offsets:i64")
+        + "first_chunks:i32 states:fp32 state_source:i64 state_target:i64 out:bf16"
+    )
     sizes = {"state_stride": 131072, "columns": 32, "kept": True}
-    scanned = _compile(chunks._scan, scan, "most:i32", aligned=True, **heads, **sizes, **way)
+    scanned = _compile(chunks._scan, scan, aligned=True, **heads, **sizes, **way)
     assert "mma" in scanned
 
 

@@ -60,7 +60,8 @@ class GatedDeltaNet(nn.Module):
         """
         fused = self.in_proj.after(norm, x, delta)
         mixed, z, b, a = torch.split(fused, list(self.in_proj.widths.values()), 1)
-        out = delta_ops.gated_delta_net(
+        gate = z.view(z.shape[0], self.heads, self.value_dim)
+        normed = delta_ops.gated_delta_net(
             mixed,
             a,
             b,
@@ -70,7 +71,6 @@ class GatedDeltaNet(nn.Module):
             spans,
             state.slots("conv", self.index),
             state.slots("delta", self.index),
+            delta_ops.GatedNorm(gate, self.norm.weight, self.norm.eps),
         )
-        gate = z.view(z.shape[0], self.heads, self.value_dim)
-        normed = delta_ops.gated_rms_norm(out, gate, self.norm.weight, self.norm.eps)
         return self.out_proj.add_to(x, normed.flatten(1))

@@ -21,7 +21,7 @@ from torch import Tensor
 from mstar.nn.ops import pdl
 from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
 
-__all__ = ["gates", "rule", "takes", "takes_rows"]
+__all__ = ["gates", "rule", "takes", "takes_rows", "warps"]
 
 _SIZES = (16, 32, 64, 128)
 _COLUMNS = 32
@@ -30,8 +30,17 @@ _COLUMNS = 32
 
 _AMPLE = 160 << 10
 """Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
+_LARGE = 200 << 10
+"""From here on the one after it too, so that fetching is not waited for."""
 _PRECISION = "tf32x3"
 """Of products of float32: three on tensor cores, nearly exact."""
+
+
+def warps(key: int, value: int) -> int:
+    """Warps of a program. Four make products of a whole warp group; two cannot. The ptxas of Triton 3.6 (CUDA 12.8)
+    takes a shared address for the descriptor of such a product where a kernel has several of different widths behind a
+    branch (seen in its output for keys of 16, values of 32), so only sizes that models have are computed that way."""
+    return 4 if key == value >= 64 else 2
 
 
 def takes(pool: Tensor) -> bool:
@@ -44,12 +53,21 @@ def takes_rows(x: Tensor) -> bool:
     return x.dtype is not torch.float32 or _ample(x.device)
 
 
-@cache
 def _ample(device: torch.device) -> bool:
+    return _shared(device) >= _AMPLE
+
+
+def _stages(device: torch.device) -> int:
+    return 1 + (_shared(device) >= _AMPLE) + (_shared(device) >= _LARGE)
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have."""
     if device.type != "cuda":
-        return True
+        return _LARGE
     memory: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return memory >= _AMPLE
+    return memory
 
 
 @triton.jit
@@ -91,13 +109,14 @@ def _prepare(
     q, k, v, a, b, a_log, dt_bias, table, solved, reads, seeing, writes, within, left, most,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr,
     b_stride: tl.constexpr, group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    chunk: tl.constexpr, raw: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* w ``[K]``, *seeing*
     ``[K]`` queries for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
     weights of the chunk's tokens; *left* ``[chunks, heads]``: what remains of the matrix before.
 
     :param raw: *a* and *b* are a layer's, of which gates are made; else they are the gates.
+    :param longer: nothing is done for rows of one token.
     """
     pdl.begin(early)
     number = tl.program_id(0)
@@ -106,6 +125,9 @@ def _prepare(
     count = tl.load(table + most + number)
     if count == 0:
         return
+    if longer:  # noqa: SIM102 (a constant: without it there is no second one)
+        if tl.load(table + 2 * most + number) == 1:
+            return
     at = tl.arange(0, chunk)
     at_k, at_v = tl.arange(0, key)[None, :], tl.arange(0, value)[None, :]
     real = at < count
@@ -145,26 +167,31 @@ def _prepare(
     tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["most"], do_not_specialize_on_alignment=["table", "first_chunks", "state_source", "state_target"]
-)
+@triton.jit(do_not_specialize_on_alignment=["offsets", "first_chunks", "state_source", "state_target"])
 def _scan(
-    solved, reads, seeing, writes, within, left, table, first_chunks, states, state_source, state_target, out, most,
+    solved, reads, seeing, writes, within, left, offsets, first_chunks, states, state_source, state_target, out,
     state_stride: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, columns: tl.constexpr,
-    chunk: tl.constexpr, kept: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    chunk: tl.constexpr, kept: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One program: *columns* columns of one head's matrix through the chunks of one row."""
+    """One program: *columns* columns of one head's matrix through the chunks of one row. *longer*: as above."""
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    begin = tl.load(offsets + row)
+    length = (tl.load(offsets + row + 1) - begin).to(tl.int32)
+    if longer:  # noqa: SIM102 (a constant: without it there is no second one)
+        if length == 1:
+            return
+    left += tl.load(first_chunks + row) * v_heads + head
     at = tl.arange(0, chunk)
     at_k, at_v = tl.arange(0, key), tl.program_id(2) * columns + tl.arange(0, columns)
     dtype = solved.dtype.element_ty
     matrix = head * key * value + at_k[:, None] * value + at_v[None, :]
     s = tl.load(states + tl.load(state_source + row) * state_stride + matrix).to(tl.float32)
-    for number in range(tl.load(first_chunks + row), tl.load(first_chunks + row + 1)):
-        token = tl.load(table + number).to(tl.int64) + at
-        inside = (at < tl.load(table + most + number))[:, None]
+    # What a chunk needs lies where its number says, so that those to come can be fetched while one is computed.
+    for number in range(tl.cdiv(length, chunk)):
+        token = begin + number * chunk + at
+        inside = (number * chunk + at < length)[:, None]
         place = (token * v_heads + head)[:, None]
         small = s.to(dtype)
         w = tl.load(reads + place * key + at_k[None, :], mask=inside, other=0)
@@ -176,7 +203,7 @@ def _scan(
         o += tl.dot(weights, new, input_precision=precision)
         tl.store(out + place * value + at_v[None, :], o.to(out.dtype.element_ty), mask=inside)
         k = tl.load(writes + place * key + at_k[None, :], mask=inside, other=0)
-        s = s * tl.load(left + number * v_heads + head) + tl.dot(tl.trans(k), new, input_precision=precision)
+        s = s * tl.load(left + number * v_heads) + tl.dot(tl.trans(k), new, input_precision=precision)
     if kept:
         tl.store(states + tl.load(state_target + row) * state_stride + matrix, s.to(states.dtype.element_ty))
 
@@ -191,9 +218,13 @@ def rule(
     dt_bias: Tensor | None,
     spans: Spans,
     state: StateSlots,
+    longer: bool = False,
 ) -> Tensor:
     """:func:`mstar.nn.ops.delta.gated_delta_rule`; with *a_log* and *dt_bias* the gates are made of *a* and *b* first.
-    All of *q*, *k* and *v* have heads that follow one another."""
+    All of *q*, *k* and *v* have heads that follow one another.
+
+    :param longer: rows of one token are left to the caller, their outputs and states too.
+    """
     _, v_heads, key, value = state.pool.shape
     tokens, table = spans.tokens, spans.chunks
     most = table.shape[1]
@@ -202,19 +233,19 @@ def rule(
     reads, seeing, writes = v.new_empty((3, tokens, v_heads, key)).unbind(0)
     within = v.new_empty((tokens, v_heads, CHUNK))
     left = torch.empty((most, v_heads), dtype=torch.float32, device=v.device)
-    stages = 2 if _ample(v.device) and v.dtype is not torch.float32 else 1
+    stages = 1 if v.dtype is torch.float32 else _stages(v.device)
     log, bias = (a, a) if a_log is None or dt_bias is None else (a_log, dt_bias)
     if most and spans.rows:
         _prepare[(most, v_heads)](
             q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
-            a_log is not None, _PRECISION, pdl.enabled(), num_warps=4, **pdl.options(),
+            a_log is not None, longer, _PRECISION, pdl.enabled(), num_warps=warps(key, value), **pdl.options(),
         )  # fmt: skip
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target
         _scan[(spans.rows, v_heads, value // columns)](
-            solved, reads, seeing, writes, within, left, table, spans.first_chunks, state.pool, state.source, target,
-            out, most, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, _PRECISION,
-            pdl.enabled(), num_warps=4, num_stages=stages, **pdl.options(),
+            solved, reads, seeing, writes, within, left, spans.offsets, spans.first_chunks, state.pool, state.source,
+            target, out, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, longer,
+            _PRECISION, pdl.enabled(), num_warps=warps(key, value), num_stages=stages, **pdl.options(),
         )  # fmt: skip
     return out

@@ -32,6 +32,7 @@ from mstar.nn.ops import delta_reference
 
 __all__ = [
     "CHUNK",
+    "GatedNorm",
     "Spans",
     "StateSlots",
     "causal_conv",
@@ -56,6 +57,14 @@ class StateSlots(NamedTuple):
     pool: Tensor
     source: Tensor
     target: Tensor | None
+
+
+class GatedNorm(NamedTuple):
+    """The norm behind a layer's rule: :func:`gated_rms_norm`'s other arguments."""
+
+    gate: Tensor
+    weight: Tensor
+    eps: float
 
 
 class Spans:
@@ -89,16 +98,17 @@ class Spans:
 
     @cached_property
     def chunks(self) -> Tensor:
-        """A table of :data:`CHUNK` tokens of one row each, int32 ``[2, chunks]``: first token and number of tokens,
-        those of a row one after the other. There are as many lines as there might be; those at the end have no tokens.
-        """
+        """A table of :data:`CHUNK` tokens of one row each, int32 ``[3, chunks]``: first token, number of tokens, tokens
+        of the whole row; those of a row one after the other. There are as many as there might be; those at the end have
+        no tokens."""
         most = self.tokens // CHUNK + self.rows
         counts = (self.offsets.diff() + (CHUNK - 1)) // CHUNK
         ends = counts.cumsum(0)
         number = torch.arange(most, device=self.offsets.device)
         row = torch.bucketize(number, ends, right=True).clamp_(max=self.rows - 1)
         first = self.offsets[row] + (number - (ends - counts)[row]) * CHUNK
-        return torch.stack((first, (self.offsets[row + 1] - first).clamp_(0, CHUNK))).to(torch.int32)
+        count = (self.offsets[row + 1] - first).clamp_(0, CHUNK)
+        return torch.stack((first, count, self.offsets.diff()[row])).to(torch.int32)
 
     @cached_property
     def first_chunks(self) -> Tensor:
@@ -137,11 +147,13 @@ def gated_delta_net(
     spans: Spans,
     window: StateSlots,
     state: StateSlots,
+    norm: GatedNorm | None = None,
 ) -> Tensor:
-    """What a layer does between its input projections and its output norm, ``[N, v_heads, V]`` in the dtype of *mixed*.
+    """What a layer does between its projections, ``[N, v_heads, V]`` in the dtype of *mixed*.
 
     That is: a causal convolution with silu, queries and keys of length 1 (queries over ``sqrt(K)``), the gates
-    ``β = sigmoid(b)`` and ``g = −exp(a_log) softplus(a + dt_bias)``, and the delta rule. Both states are written.
+    ``β = sigmoid(b)`` and ``g = −exp(a_log) softplus(a + dt_bias)``, the delta rule, and *norm* if there is one. Both
+    states are written.
 
     *mixed*, *a* and *b* may be columns of one wider tensor.
 
@@ -154,7 +166,7 @@ def gated_delta_net(
     :param state: of ``[places, v_heads, K, V]``, float32 or bfloat16.
     """
     return _on(mixed).gated_delta_net(  # type: ignore[no-any-return]
-        mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state
+        mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm
     )
 
 

@@ -7,14 +7,14 @@ prompts gets what it gets alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from mstar.nn.ops.delta import Spans, StateSlots
+    from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
 __all__ = [
     "causal_conv",
@@ -30,7 +30,25 @@ __all__ = [
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, "StateSlots"], Tensor]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, "Spans", "StateSlots"], Tensor]
-Net = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Spans", "StateSlots", "StateSlots"], Tensor]
+
+
+class Net(Protocol):
+    """``gated_delta_net``."""
+
+    def __call__(
+        self,
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        conv_weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        spans: Spans,
+        window: StateSlots,
+        state: StateSlots,
+        norm: GatedNorm | None = None,
+    ) -> Tensor: ...
+
 
 _EPS = 1e-6  # of the lengths of queries and keys
 
@@ -218,6 +236,7 @@ def netted(rule: Rule) -> Net:
         spans: Spans,
         window: StateSlots,
         state: StateSlots,
+        norm: GatedNorm | None = None,
     ) -> Tensor:
         _, v_heads, key, value = state.pool.shape
         mixed = causal_conv(mixed, conv_weight, None, spans, window)
@@ -225,7 +244,8 @@ def netted(rule: Rule) -> Net:
         g, beta = gates(a, b, a_log, dt_bias)
         n, heads = mixed.shape[0], keys // key
         q, k = mixed[:, :keys].view(n, heads, key), mixed[:, keys : 2 * keys].view(n, heads, key)
-        return rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
+        out = rule(q, k, mixed[:, 2 * keys :].view(n, v_heads, value), g, beta, spans, state)
+        return out if norm is None else gated_rms_norm(out, *norm)
 
     return gated_delta_net
 
