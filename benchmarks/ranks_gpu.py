@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--symmetric-bytes", type=int, default=0, help="engine.symmetric_bytes; the default of the engine is 1048576")
+    parser.add_argument("--symmetric-bytes", type=int, default=0, help="an engine has 1048576")
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     args = parser.parse_args()
     asked = args.parts.split(",")
