@@ -230,6 +230,7 @@ def test_layers_can_be_compiled(
                 one.run()
             got, want = (one.result(str(example.knobs))["image"].astype(int) for one in (driver, plain))
             assert np.abs(got - want).max() <= 1
+        assert not torch._dynamo.config.allow_unspec_int_on_nn_module, "sizes are constants of the compiled code"
         if not exact:  # each kind of block in one piece, and once for all blocks and sizes
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if key == "flux2_klein" else 1)
 

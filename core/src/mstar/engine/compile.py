@@ -1,8 +1,8 @@
 """``engine.compile``: the layers of a node as compiled regions, each with its shapes' kernels from TorchInductor.
 
 A region is one module (:meth:`mstar.nn.node.Node.regions`). All layers of a kind share what was compiled, because their
-weights are arguments; the number of rows is a variable of the compiled code. So a kind of layer is compiled once for
-one row (which compilers treat apart) and once for more, whatever steps come.
+weights are arguments; the number of rows is a variable of the compiled code, and so is a layer's number. So a kind of
+layer is compiled once for one row (which compilers treat apart) and once for more, whatever steps come.
 
 What a region does with the step's views (attention, recurrent state) is left as it is: the compiled code stops there
 and goes on behind it (:func:`opaque`). Within regions the operations of :mod:`mstar.nn.ops` are plain torch ones, which
@@ -81,7 +81,8 @@ def compile_regions(
     keep_eager()
     inductor.compile_threads = 1  # no pool of processes beside the worker
     dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = _MOST, True
-    dynamo.allow_unspec_int_on_nn_module = True  # a layer's number is no reason to compile it apart
+    if _numbered(nodes):  # a layer's number is no reason to compile it apart; where there is none, sizes are constants
+        dynamo.allow_unspec_int_on_nn_module = True
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # torch has no other way to be told
@@ -94,6 +95,17 @@ def compile_regions(
             _compile(module, node_name, path, options)
             names.append(f"{node_name}.{path}")
     return names
+
+
+def _numbered(nodes: Mapping[str, Node]) -> bool:
+    """Whether regions of a kind differ in integers that they hold, such as their place among the layers."""
+    known: dict[type[nn.Module], list[int]] = {}
+    for node in nodes.values():
+        for _, region in node.regions():
+            held = [value for part in region.modules() for value in vars(part).values() if type(value) is int]
+            if known.setdefault(type(region), held) != held:
+                return True
+    return False
 
 
 def _compile(module: nn.Module, node: str, path: str, options: dict[str, Any] | None) -> None:

@@ -17,21 +17,13 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from mstar.nn.ops import modulate_reference, pdl
+from mstar.nn.ops.cuda import _known, _power, _warps
 from mstar.nn.ops.modulate import Addition, Heads, Norm
 
 __all__ = ["add", "add_modulate", "modulate", "swiglu", "turn_heads"]
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = 16384
 """Widths up to this are held in one program's registers."""
-
-
-def _power(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
-
-
-def _warps(elements: int) -> int:
-    return min(max(elements // 256, 1), 16)
 
 
 # --- norms and additions ----------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ def add_modulate(
 def _takes(x: Tensor, addition: Addition | None, norm: Norm | None, scale: Tensor | None, shift: Tensor | None) -> bool:
     inner = None if addition is None else addition.norm
     vectors = (scale, shift, None if addition is None else addition.gate)
-    fits = x.dim() == 3 and x.dtype in _TYPES and x.stride(2) == 1 and x.shape[2] <= _LARGEST
+    fits = x.dim() == 3 and _known(x) and x.stride(2) == 1 and x.shape[2] <= _LARGEST
     if not fits or not all(one is None or _simple(one, x.shape[2]) for one in (norm, inner)):
         return False
     if addition is not None and not _alike(addition.delta, x, x.shape[1]):
@@ -135,7 +127,7 @@ def _alike(other: Tensor, x: Tensor, tokens: int) -> bool:
 
 def _simple(norm: Norm, size: int) -> bool:
     weight = norm.weight
-    known = weight is None or (weight.dtype in _TYPES and weight.is_contiguous())
+    known = weight is None or (_known(weight) and weight.is_contiguous())
     without_bias = getattr(norm, "bias", None) is None
     return known and without_bias and tuple(norm.normalized_shape) == (size,) and norm.eps is not None
 
@@ -248,7 +240,7 @@ def _turns(part: Heads, first: Tensor) -> bool:
     fused, *norms = part
     rows, _, _, heads, size = first.shape
     alike = fused.shape[0] == rows and fused.shape[2:] == (3, heads, size) and fused.dtype is first.dtype
-    fits = alike and fused.dtype in _TYPES and size % 2 == 0 and fused.stride()[2:] == (heads * size, size, 1)
+    fits = alike and _known(fused) and size % 2 == 0 and fused.stride()[2:] == (heads * size, size, 1)
     return fits and all(norm.weight is not None and _simple(norm, size) for norm in norms)
 
 
@@ -284,7 +276,7 @@ def swiglu(gate_up: Tensor, before: Tensor | None = None) -> Tensor:
     width = 0 if before is None else before.shape[-1]
     ahead = gate_up if before is None else before
     strides = _stride(ahead), _stride(gate_up)
-    if None in strides or ahead.dtype is not gate_up.dtype or ahead.dtype not in _TYPES:
+    if None in strides or ahead.dtype is not gate_up.dtype or not _known(ahead):
         return modulate_reference.swiglu(gate_up, before)
     rows, tokens, both = gate_up.shape
     hidden = both // 2
