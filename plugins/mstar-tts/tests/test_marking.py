@@ -44,6 +44,7 @@ from mstar.testing.examples import Example
 from mstar.weights.loader import load
 from mstar_tts.codec_blocks import Carry
 from mstar_tts.kokoro.tiny import write_kokoro
+from mstar_tts.orpheus.tiny import write_orpheus
 from mstar_tts.watermark.audioseal import Generator, audioseal_sizes, audioseal_weights
 from mstar_tts.watermark.marking import marked
 from mstar_tts.watermark.options import WatermarkOptions, message_bits
@@ -102,6 +103,31 @@ def test_kokoros_sound_is_marked(weights: Path, file: Path) -> None:
     wanted = np.clip(plain + 0.5 * mark(file, 0xBEEF, plain), -1, 1)
     assert np.abs(marked - plain).max() > 1e-3
     np.testing.assert_allclose(marked, wanted, atol=1e-5)
+
+
+def test_orpheus_sound_is_marked(file: Path, tmp_path: Path) -> None:
+    """Its windows make more than is new, which is left out before the mark."""
+    write_orpheus(tmp_path)
+    knobs = {"max_tokens": 7 * 20, "seed": 4, "ignore_eos": True}
+    sounds = []
+    for watermark in ({}, {"enabled": True, "message": 0xBEEF, "generator": str(file)}):
+        options = {"audio_watermark": watermark, "chunk_frames": [1, 1, 2, 4]}
+        driver = Driver("orpheus", weights=tmp_path, device="cpu", dtype="float32", model_kwargs=options)
+        driver.submit("a", Example("one small bird", knobs))
+        driver.run()
+        sounds.append(driver.result("a")["audio"])
+        driver.assert_empty()
+    plain, marked = sounds
+    assert len(plain) > 8 * 2048
+    assert np.abs(marked - plain).max() > 1e-3
+    np.testing.assert_allclose(marked, np.clip(plain + mark(file, 0xBEEF, plain), -1, 1), atol=2e-5)
+
+
+def test_sound_that_overlaps_is_not_marked(file: Path, tmp_path: Path) -> None:
+    write_orpheus(tmp_path)
+    options = {"audio_watermark": {"enabled": True, "generator": str(file)}, "overlap_ms": 5.0}
+    with pytest.raises(SetupError, match="overlap_ms"):
+        Driver("orpheus", weights=tmp_path, device="cpu", dtype="float32", model_kwargs=options)
 
 
 def test_a_deployment_without_the_option_has_no_other_graph(weights: Path) -> None:

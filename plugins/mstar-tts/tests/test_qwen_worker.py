@@ -184,3 +184,22 @@ def test_sound_comes_after_the_first_frame_and_in_growing_pieces(make: Make) -> 
         steps.append(len(driver.emitted.get("r", ())))
     assert [len(event.data) / 1920 for event in driver.emitted["r"]] == [1, 3, 8, 16, 11]
     assert steps.index(1) <= 2  # the prompt, perhaps one more frame, then the codec
+
+
+def test_the_last_piece_is_one_of_few_sizes_and_as_long_as_its_frames(make: Make) -> None:
+    """Six frames are pieces of 1, 3 and 2, of which the last is filled up to 3."""
+    driver = make("qwen3_tts")
+    sizes, plain = [], driver.worker.engine.launch
+
+    def launch(work: Any) -> Any:
+        sizes.extend(w.call.inputs["codes"].length for w in work if w.call.op.call.node == "codec")
+        return plain(work)
+
+    driver.worker.engine.launch = launch  # type: ignore[method-assign]
+    driver.submit("r", Example("a cat sat", {"seed": 1, "max_new_tokens": 7, "ignore_eos": True}))
+    driver.run()
+    assert sizes == [1, 3, 3]
+    sound = driver.result("r")["audio"].reshape(-1)
+    codec = driver.worker._model.codec  # type: ignore[attr-defined]
+    assert len(sound) == 6 * codec.samples_per_frame
+    driver.assert_empty()

@@ -214,6 +214,8 @@ class RequestRun:
         out = self.out.get(name)
         if out is None:
             stream = self.inner[name]
+            if stream.spec.fresh is not None:
+                ref, _ = fresh(ref, stream.spec.fresh, call.pulled[stream.spec.fresh.pull], host=False)
             self._write_inner(stream, ref, outputs, call.heard)
             return stream.ready()
         overlap = 0

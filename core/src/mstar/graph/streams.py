@@ -206,10 +206,13 @@ def _released(rest: Tensor) -> Tensor:
     return rest if 2 * rest.nbytes >= rest.untyped_storage().nbytes() else rest.clone()
 
 
-def fresh(ref: Ref, rule: Fresh, chunk: Chunk) -> tuple[Ref, int]:
+def fresh(ref: Ref, rule: Fresh, chunk: Chunk, host: bool = True) -> tuple[Ref, int]:
     """What of a call's output belongs to the new items of the *chunk* that it was called with, and how many items of
-    that are overlap."""
-    items, new = ref.on_host(), chunk.new * rule.per_unit // chunk.unit
+    that are overlap.
+
+    :param host: for somebody who wants it there; else it stays on the device.
+    """
+    items, new = ref.on_host() if host else ref.tensor(), chunk.new * rule.per_unit // chunk.unit
     behind = (chunk.ahead + chunk.pad) * rule.per_unit // chunk.unit
     end = new if rule.cut else items.shape[0] - behind
     start = end - new

@@ -48,7 +48,7 @@ class DefaultScheduler(Scheduler):
     #: a group gathers while its first deadline is so many times further than one that is near
     MARGIN = 2
     #: groups that may be passed over in one choice
-    LOOK = 4
+    LOOK = 8
     #: groups without ready items that are kept for their next item
     SPARE_GROUPS = 64
 

@@ -390,7 +390,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Fresh:
-    """What of an output goes to the client, where a call makes it for a whole pulled chunk: what belongs to new units.
+    """What of an output goes into a stream, where a call makes it for a whole pulled chunk: what belongs to new units.
 
     :param pull: the stream that the emitting call pulls. :param per_unit: items of the output that one unit of it
         becomes. The output may begin later than the chunk does (a reader that spares itself its context), and ends with
@@ -398,6 +398,7 @@ class Fresh:
     :param cut: the output begins with what is new instead: the reader is told :class:`Left` and has cut the rest off.
     :param overlap: items behind the new ones that are emitted as well while more follows, as the next emission brings
         them again: to be blended (:class:`mstar.processing.crossfade.Crossfade`). Needs look-ahead; at most a unit's.
+        Of streams to the client only.
     """
 
     pull: str
@@ -422,7 +423,7 @@ class Stream:
     :param codes: of a stream between partitions: which emissions are its items. They travel over the host.
     :param primed: of a stream between partitions: an input of the graph, packed items, that comes before the first item
         as context (a cloned voice's codes). It is not delivered as new.
-    :param fresh: of a stream to the client: which part of what is emitted goes there.
+    :param fresh: which part of what is emitted goes there, if not all.
     """
 
     name: str

@@ -57,8 +57,10 @@ def _code_faults(where: str, stream: Stream, emitting: Emitting) -> Iterator[str
 
 def _fresh_faults(where: str, graph: Graph, stream: Stream, fresh: Fresh, emitting: Emitting) -> Iterator[str]:
     pulled = next((s for s in graph.streams if s.name == fresh.pull), None)
-    if stream.target != CLIENT:
-        yield f"{where}: only what goes to the client is cut to what is new"
+    if stream.codes is not None:
+        yield f"{where}: takes codes one by one, and is not cut to what is new"
+    if stream.target != CLIENT and fresh.overlap:
+        yield f"{where}: only the client can blend an overlap, and {stream.target!r} reads this"
     if pulled is None:
         yield f"{where}: is cut by unknown stream {fresh.pull!r}{nearest(fresh.pull, (s.name for s in graph.streams))}"
         return

@@ -17,8 +17,14 @@ from mstar_tts.orpheus.codec import Codec
 from mstar_tts.orpheus.spec import OrpheusOptions
 from mstar_tts.orpheus.tokens import FRAME, LEVELS, OrpheusTokens
 from mstar_tts.snac.config import SnacConfig
+from mstar_tts.watermark.audioseal import HOP
+from mstar_tts.watermark.marking import marked
 
-__all__ = ["SNAC", "Orpheus", "snac_config"]
+__all__ = ["MARKED", "SNAC", "Orpheus", "snac_config"]
+
+MARKED = Fixed(6 * HOP)
+"""Samples that are marked at once: the most that a frame has of the mark's steps, so the first frame is heard at once
+and later ones 80 ms after it at most."""
 
 SNAC = "snac"
 """The folder with the codec's checkpoint, in the language model's."""
@@ -40,6 +46,7 @@ def snac_config(context: BuildContext) -> SnacConfig:
     return config
 
 
+@marked(lambda model: MARKED)
 class Orpheus(LMCodec):
     """Orpheus 3B, and models trained in its way."""
 
@@ -54,6 +61,8 @@ class Orpheus(LMCodec):
         self.max_tokens = context_length(self.options, self.lm)
         if self.options.overlap_ms and not self.options.ahead_frames:
             raise SetupError("model_kwargs.overlap_ms needs ahead_frames of at least 1: what overlaps is made of them")
+        if self.options.overlap_ms and self.options.audio_watermark.enabled:
+            raise SetupError("model_kwargs.overlap_ms: with audio_watermark no sound overlaps; leave one of them out")
 
     def facts(self) -> LMCodecFacts:
         options = self.options

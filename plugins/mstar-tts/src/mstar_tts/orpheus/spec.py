@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from mstar.spec.knobs import Finite, SamplingKnobs, TextOptions
 from mstar.spec.model import Licence, ModelSpec, WeightsRef
+from mstar_tts.watermark.options import WatermarkOptions
 
 __all__ = ["ORPHEUS", "VOICES", "OrpheusKnobs", "OrpheusOptions"]
 
@@ -43,7 +44,7 @@ _Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=256)], ...], Field(min_le
 _Voice = Annotated[str, Field(min_length=1, max_length=80, pattern=r"^[^:\s]+$")]
 
 
-class OrpheusOptions(TextOptions):
+class OrpheusOptions(WatermarkOptions, TextOptions):
     default_max_tokens: int = 4096
     voices: Annotated[tuple[_Voice, ...], Field(min_length=1, max_length=256)] = Field(
         VOICES, description="The voices that the checkpoint was trained with, the default one first."

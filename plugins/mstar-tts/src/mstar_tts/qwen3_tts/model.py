@@ -29,6 +29,7 @@ from mstar.spec.graph import (
     Codes,
     EndOf,
     Entry,
+    Fresh,
     Graph,
     Loop,
     NodeSpec,
@@ -59,12 +60,15 @@ __all__ = ["CLIP", "Qwen3TTS"]
 
 CLIP = "clip"
 """The request's parameter with the digest of its clip."""
-_RAMP = Ramp((1, 3, 8, 16, 25))
+_SIZES = (1, 3, 8, 16, 25)
+_PADDED = (1, 3, 5, 8, 12, 16, 20, 25)
+"""Frames that the last piece of an answer is filled up to, so that it too has one of a few sizes."""
+_RAMP = Ramp(_SIZES, padded=_PADDED)
 _ROWS = (1, 2, 4, 8, 16, 32)
 """Of the codec's captured steps."""
 
 
-@marked(lambda model: Ramp(tuple(frames * model.codec.samples_per_frame for frames in _RAMP.sizes)))
+@marked(lambda model: model.pieces_of_sound())
 class Qwen3TTS(Model):
     """All four keys. A request brings ``rows``; ``queue`` and ``prompt_length`` if its text streams or it has a voice
     of its own; and ``clip``, float32 ``[S]`` at the codec's rate, with its digest among the parameters."""
@@ -118,13 +122,19 @@ class Qwen3TTS(Model):
                     Port("sample", "float32", (), "stacked"),
                     "audio",
                     seconds_per_item=1 / self.codec.rate,
+                    fresh=Fresh("codes", self.codec.samples_per_frame),
                 ),
             ),
             inputs=tuple(inputs),
         )
 
+    def pieces_of_sound(self) -> Ramp:
+        """How the sound is cut: as the frames are, in samples."""
+        each = self.codec.samples_per_frame
+        return Ramp(tuple(n * each for n in _SIZES), padded=tuple(n * each for n in _PADDED))
+
     def _codec_node(self) -> NodeSpec:
-        return NodeSpec("codec", codec_entries(self.codec, _RAMP.sizes), max(_ROWS), _ROWS)
+        return NodeSpec("codec", codec_entries(self.codec, _PADDED), max(_ROWS), _ROWS)
 
     def _walks(self) -> dict[str, Walk]:
         first = Call(

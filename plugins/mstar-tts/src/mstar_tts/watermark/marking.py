@@ -20,6 +20,7 @@ from mstar.spec.graph import (
     EndOf,
     Entry,
     Fixed,
+    Fresh,
     Graph,
     Loop,
     NodeSpec,
@@ -57,7 +58,8 @@ def marked(pieces: Pieces, rate: int = 24_000, stream: str = "audio") -> Callabl
     :class:`~mstar_tts.watermark.options.WatermarkOptions`: where these enable it, what the model sends on *stream* is
     marked. Nothing else about the model changes.
 
-    :param pieces: multiples of :data:`~mstar_tts.watermark.audioseal.HOP` samples. :param rate: samples a second.
+    :param pieces: multiples of :data:`~mstar_tts.watermark.audioseal.HOP` samples; no windows. :param rate: samples a
+        second.
     """
 
     def decorate(kind: _Class) -> _Class:
@@ -118,18 +120,22 @@ class _Marked(Model):
 def _with_mark(graph: Graph, sound: str, pieces: Fixed | Ramp | Whole, resources: tuple[str, ...]) -> Graph:
     """*graph* with a partition that marks what goes to the client on stream *sound*."""
     sizes = () if isinstance(pieces, Whole) else pieces.sizes if isinstance(pieces, Ramp) else (pieces.size,)
+    padded = () if isinstance(pieces, Whole) else pieces.padded
     before = graph.stream(sound)
     sample = Port("sample", "float32", (), "stacked")
     unmarked = replace(
         before, name=_UNMARKED, target=NODE, port=sample, modality="state", chunk=pieces, capacity=_MOST,
         seconds_per_item=None,
     )  # fmt: skip
-    after = Stream(sound, NODE, CLIENT, sample, before.modality, seconds_per_item=before.seconds_per_item)
+    after = Stream(
+        sound, NODE, CLIENT, sample, before.modality, seconds_per_item=before.seconds_per_item,
+        fresh=Fresh(_UNMARKED, 1) if padded else None,
+    )  # fmt: skip
     entry = Entry(
         inputs=(_SAMPLES,),
         outputs=(replace(_SAMPLES, name="marked"),),
         resources=resources,
-        graph_sizes=tuple({"S": size} for size in sizes),
+        graph_sizes=tuple({"S": size} for size in dict.fromkeys((*sizes, *padded))),
     )
     mark = Call(NODE, inputs={"samples": Pull(_UNMARKED)}, emit={"marked": sound})
     walks = {name: _redirected(walk, sound) for name, walk in graph.walks.items()}
