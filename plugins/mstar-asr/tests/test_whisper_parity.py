@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hearing import ROUNDING, Ears, Reference, clip, window
+from msgspec import structs
 from torch.nn import functional as F
 
 from mstar_asr.whisper.alignment import heads_by_layer
@@ -216,3 +217,32 @@ def test_bfloat16_differs_by_no_more_than_its_rounding(tiny_folder: Path, refere
         for place in (0, len(answer) // 2):  # anything else is found
             wrong = [*answer[:place], (answer[place] + 5) % ears.tokens.eot, *answer[place + 1 :]]
             assert reference.doubts(samples, prompt, wrong, torch.bfloat16).max() > ROUNDING
+
+
+def test_steps_that_are_launched_ahead_say_the_same(tiny_folder: Path) -> None:
+    """Answers of any length side by side, of which some stop by themselves: what was launched for them is retracted."""
+    most = (1, 2, COUNT, 40, 3, 40)
+
+    def said(ears: Ears, stop: int) -> list[list[int]]:
+        requests = [
+            ears.request(
+                f"{number}", clip(1.0 + number / 2, seed=number), how={"timestamps": bool(number % 2)}, max_tokens=n
+            )
+            for number, n in enumerate(most)
+        ]
+        for request in requests:
+            params = request.sampling["sampler"]
+            request.sampling["sampler"] = structs.replace(params, stop_token_ids=(*params.stop_token_ids, stop))
+        return [one["text"] for one in ears.hear(*requests)]
+
+    plain = Ears(tiny_folder, engine={"threads": 1, "lookahead": False})
+    stop = said(plain, -1)[5][20]
+    wanted = said(plain, stop)
+    stopped = sum(text[-1] == stop and len(text) < n for text, n in zip(wanted, most, strict=True))
+    assert stopped
+
+    ahead, dropped = Ears(tiny_folder, engine={"threads": 1, "lookahead": True}), []
+    drop = ahead.worker.ahead.drop
+    ahead.worker.ahead.drop = lambda call: (dropped.append(call), drop(call))[1]  # type: ignore[method-assign]
+    assert said(ahead, stop) == wanted
+    assert len(dropped) == stopped

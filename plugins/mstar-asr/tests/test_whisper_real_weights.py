@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from hearing import Ears
 from real_speech import RECORDED, speech, weights
 
-from mstar_asr.whisper.spec import WHISPER_BASE, WHISPER_TINY_EN
+from mstar.spec.knobs import validate_knobs
+from mstar.spec.processor import ProcessorContext, TextDelta
+from mstar.spec.request import Emit
+from mstar.spec.tasks import Audio, GenerateTask
+from mstar_asr.whisper.processor import WhisperProcessor
+from mstar_asr.whisper.spec import WHISPER_BASE, WHISPER_TINY_EN, WhisperKnobs
 
 pytestmark = pytest.mark.real_weights
 
@@ -38,6 +44,25 @@ def test_greedy_ids_are_those_of_ctranslate2(ears: Ears) -> None:
         if "language" in one:
             assert got["language"][0, 0] == one["language"]
             assert got["language"][0, 1] == pytest.approx(one["probability"], abs=1e-3)
+
+
+def test_a_native_request_hears_what_comes_after_pauses() -> None:
+    """Asked for no times, Whisper base ends after the second sentence."""
+    folder = weights(WHISPER_BASE)
+    model = WhisperProcessor(ProcessorContext(WHISPER_BASE, folder, WHISPER_BASE.options()))
+    pause = np.zeros(2 * 16_000, np.float32)
+    sound = np.concatenate((speech("counting"), pause, speech("quick_brown_fox"), pause, speech("jfk")))
+    knobs = validate_knobs(WhisperKnobs, {"language": "en"})
+    task = GenerateTask(knobs=knobs, parts=(Audio(sound, 16_000),))
+    prepared = model.prepare(task, "r")
+    renderer = model.renderer(task, prepared)
+    (got,) = Ears(folder, WHISPER_BASE.key).hear(prepared.request)
+    deltas = [*renderer.feed(Emit(id="r", stream="text", seq=0, data=got["text"])), *renderer.finish(None)]
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    assert text.startswith("1")
+    assert "lazy dog" in text
+    assert "my fellow Americans" in text
+    assert "<|" not in text
 
 
 def test_words_follow_the_sound(ears: Ears) -> None:

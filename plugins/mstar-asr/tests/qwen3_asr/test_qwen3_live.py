@@ -243,7 +243,9 @@ def test_a_talk_that_is_cancelled_or_too_long_leaves_nothing(driver: Driver) -> 
     with pytest.raises(RequestError, match="at most 40 seconds") as error:
         long.say(loud_first(1.1))
     assert error.value.param == "audio"
-    assert long.end()
+    assert "commit the turn" in error.value.message
+    assert "live_seconds" in error.value.message
+    assert long.end(), "what was heard until then is written down"
     driver.assert_empty()
 
 

@@ -19,10 +19,11 @@ class LiveSound(Intake):
     a client cuts it, no seam is heard. Bare numbers are samples of that rate already.
 
     :param stream: the one that sound goes to; others take arrays as they are. :param longest_s: more sound is refused.
+    :param remedy: what whoever has more to say can do, for the error.
     """
 
-    def __init__(self, stream: str, rate: int, longest_s: float):
-        self._stream, self._rate, self._longest = stream, rate, int(longest_s * rate)
+    def __init__(self, stream: str, rate: int, longest_s: float, remedy: str = ""):
+        self._stream, self._rate, self._longest, self._remedy = stream, rate, int(longest_s * rate), remedy
         self._from = 0
         self._resampler: Any = None
         self._count = 0
@@ -40,6 +41,7 @@ class LiveSound(Intake):
         if data is not None:
             if self._count + len(data) > self._longest:
                 message = f"{stream!r}: a live request hears at most {self._longest / self._rate:g} seconds of sound"
+                message += f"; {self._remedy}" if self._remedy else ""
                 raise RequestError(message, param=stream, code="audio_too_long")
             self._count += len(data)
         return Push(id=request_id, stream=stream, data=data, end=end)

@@ -32,6 +32,10 @@ LONGEST_S = 1200.0
 """Seconds of sound that the model hears at a time (``MAX_ASR_INPUT_SECONDS`` of the reference)."""
 
 _WINDOWS = WindowPolicy(LONGEST_S, search_s=5.0, quiet_s=0.1)
+_GO_ON = (
+    "end it before that (in /v1/realtime: commit the turn) and go on in another one, whose context says what was "
+    "written so far; the operator allows up to 1200 with model_kwargs.live_seconds"
+)
 _TOKENS_A_SECOND = 10
 """Fast speech has half as many."""
 
@@ -117,7 +121,7 @@ class Qwen3ASRProcessor(Processor):
             request,
             prompt_tokens=len(head) + len(tail),
             state=Asked(None, _code(language), sampling),
-            intake=LiveSound("audio", RATE, self.options.live_seconds),
+            intake=LiveSound("audio", RATE, self.options.live_seconds, _GO_ON),
         )
 
     def _request(

@@ -46,7 +46,11 @@ class Qwen3ASROptions(TextOptions):
         512, ge=1, description="Longest answer where a request names none; 10 a second for longer clips.", strict=True
     )
     live_seconds: int = Field(
-        300, ge=1, le=1200, description="Longest live speech of one request, which reserves room for it.", strict=True
+        300,
+        ge=1,
+        le=1200,
+        description="Longest live speech of one request or turn, which reserves room for it.",
+        strict=True,
     )
     live_step_s: Literal[1, 2, 4, 8] = Field(2, description="How often live speech is heard, in seconds.")
     live_max_tokens: int = Field(32, ge=8, le=512, description="The most tokens of one live round.", strict=True)

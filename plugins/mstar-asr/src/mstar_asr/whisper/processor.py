@@ -32,7 +32,9 @@ class WhisperProcessor(Processor):
     Windows in which nobody speaks are left out, unless the request's ``vad_filter`` is off.
 
     *A native request* (:class:`~mstar.spec.tasks.GenerateTask`) is one window, heard once: its text streams as it is
-    written. Its tests and fallbacks are those of transcriptions only, since they take an answer back.
+    written. Its tests and fallbacks are those of transcriptions only, since they take an answer back. It is asked for
+    timestamps as well, whether they are told or not: without them the models often end at a long pause and leave out
+    what is said after it.
     """
 
     def __init__(self, context: ProcessorContext):
@@ -158,12 +160,11 @@ class WhisperProcessor(Processor):
         self, task: TranscriptionTask | GenerateTask, language: str | None, history: History | None = None
     ) -> list[int]:
         """The decoder's first tokens. Raises :class:`RequestError` for a language or a task that the model lacks."""
-        timed = isinstance(task, TranscriptionTask) or _knobs(task).timestamps != "none"
         return window_prompt(
             self.tokens,
             language=language,
             task="translate" if _translates(task) else "transcribe",
-            timestamps=timed,
+            timestamps=True,
             previous=() if history is None else history.tokens,
             positions=self.positions,
         )

@@ -33,7 +33,7 @@ small models' timestamps are seconds off, and what was written down already must
 
 
 class PlainRenderer(Renderer):
-    """A native request without times: its text as it is written."""
+    """A native request without times: its text as it is written, without the timestamps in it."""
 
     def __init__(self, tokens: WhisperTokens, decode: Decode, task: GenerateTask, window: Window):
         special = range(tokens.eot, tokens.timestamp_begin + longform.STAMPS)

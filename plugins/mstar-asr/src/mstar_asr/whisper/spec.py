@@ -56,7 +56,9 @@ class WhisperKnobs(Knobs):
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="The same seed gives the same answer.", strict=True
     )
-    max_tokens: int | None = Field(None, ge=1, description="The most tokens of one window of 30 s.", strict=True)
+    max_tokens: int | None = Field(
+        None, ge=1, description="The most tokens of one window of 30 s, its timestamps included.", strict=True
+    )
 
     @field_validator("temperature_increment")
     @classmethod
