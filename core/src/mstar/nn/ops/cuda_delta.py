@@ -24,8 +24,8 @@ from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 __all__ = ["causal_conv", "gated_delta_net", "gated_delta_rule", "gated_rms_norm"]
 
 _WARP = 4096
-"""Numbers of a matrix that a warp of a decoding step's program holds, 128 a thread. With fewer, there would be more threads
-than channels, and Triton would load these anew in every layout that they are needed in."""
+"""Numbers of a matrix that a warp of a decoding step's program holds, 128 a thread. With fewer, there would be more
+threads than channels, and Triton would load these anew in every layout that they are needed in."""
 _CHANNELS = 256
 _TOKENS = 16
 """Channels and tokens that one program convolves: what its tokens share is read once and stays near."""
