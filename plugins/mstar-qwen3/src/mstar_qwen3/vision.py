@@ -18,6 +18,7 @@ from mstar.nn import ops
 from mstar.nn.linear import ColumnLinear, RowLinear
 from mstar.nn.node import Node, Step
 from mstar.nn.rotary import Rotation
+from mstar.nn.shards import Division
 from mstar_qwen3.vision_config import VisionConfig
 
 __all__ = ["VisionEncoder", "kernel_head_dim"]
@@ -37,9 +38,13 @@ def kernel_head_dim(head_dim: int, device: torch.device) -> int:
 class _Attention(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
-        self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = ColumnLinear(config.hidden, 3 * config.hidden, bias=True)
-        self.proj = RowLinear(config.hidden, config.hidden, bias=True)
+        self.head_dim = config.head_dim
+        self.qkv = ColumnLinear(
+            config.hidden, 3 * config.hidden, bias=True, unit=config.head_dim, sections=(config.hidden,) * 3
+        )
+        self.qkv.divisions = (Division("heads of the vision tower", config.heads),)
+        self.heads = self.qkv.out_features // (3 * config.head_dim)
+        self.proj = RowLinear(config.hidden, config.hidden, bias=True, unit=config.head_dim)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: Any) -> Tensor:
         """*x*: normed ``[P, hidden]``."""
@@ -109,6 +114,8 @@ class VisionEncoder(Node):
     :param values: float32 ``[channels, 256]``: what a byte of each channel becomes
         (:meth:`mstar.processing.pictures.Patcher.values`).
     """
+
+    tensor_parallel = True
 
     levels: Tensor
     inverse: Tensor
