@@ -113,6 +113,7 @@ class VisionEncoder(Node):
 
     :param values: float32 ``[channels, 256]``: what a byte of each channel becomes
         (:meth:`mstar.processing.pictures.Patcher.values`).
+    :param largest: patches of the largest picture, which is not cut.
     """
 
     tensor_parallel = True
@@ -120,9 +121,9 @@ class VisionEncoder(Node):
     levels: Tensor
     inverse: Tensor
 
-    def __init__(self, config: VisionConfig, values: npt.NDArray[np.float32]):
+    def __init__(self, config: VisionConfig, values: npt.NDArray[np.float32], largest: int = 0):
         super().__init__()
-        self.config, self._values = config, values
+        self.config, self._values, self.largest = config, values, largest
         self.patch_embed = _PatchEmbedding(config)
         self.pos_embed = nn.Embedding(config.side**2, config.hidden)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
@@ -137,6 +138,15 @@ class VisionEncoder(Node):
         steps = torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half
         inverse = 1.0 / (self.config.theta**steps)
         return {"levels": torch.from_numpy(self._values).flatten().to(device), "inverse": inverse.to(device)}
+
+    def step_bytes(self, items: int, device: torch.device, dtype: torch.dtype) -> int:
+        """A block's tensors at their most, those of attention: the stream twice, normed and projected; queries, keys
+        and values, their rotation in float32, rounded, and filled up for the kernel."""
+        config, size = self.config, dtype.itemsize
+        own = self.blocks[0].attn.heads if len(self.blocks) else 0  # type: ignore[union-attr]
+        filled = kernel_head_dim(config.head_dim, device)
+        attention = own * (config.head_dim * (5 * size + 8) + 4 * filled * size)
+        return max(items, self.largest) * (4 * config.hidden * size + attention)
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"blocks.{index}", block) for index, block in enumerate(self.blocks))
