@@ -126,7 +126,9 @@ class VisionEncoder(Node):
         self.config, self._values, self.largest = config, values, largest
         self.patch_embed = _PatchEmbedding(config)
         self.pos_embed = nn.Embedding(config.side**2, config.hidden)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        blocks = [_Block(config) for _ in range(config.layers)]
+        self._heads = max((block.attn.heads for block in blocks), default=0)
+        self.blocks = nn.ModuleList(blocks)
         self.merger = _Merger(config)
         self.register_buffer("levels", torch.empty(values.size), persistent=False)
         self.register_buffer("inverse", torch.empty(config.head_dim // 4), persistent=False)
@@ -143,9 +145,8 @@ class VisionEncoder(Node):
         """A block's tensors at their most, those of attention: the stream twice, normed and projected; queries, keys
         and values, their rotation in float32, rounded, and filled up for the kernel."""
         config, size = self.config, dtype.itemsize
-        own = self.blocks[0].attn.heads if len(self.blocks) else 0  # type: ignore[union-attr]
         filled = kernel_head_dim(config.head_dim, device)
-        attention = own * (config.head_dim * (5 * size + 8) + 4 * filled * size)
+        attention = self._heads * (config.head_dim * (5 * size + 8) + 4 * filled * size)
         return max(items, self.largest) * (4 * config.hidden * size + attention)
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
