@@ -15,7 +15,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from mstar.nn import ops
 from mstar.nn.config import ACTIVATIONS, DecoderConfig
 from mstar.nn.decoder import DecoderStack, GatedMLP
+from mstar.nn.encoder import EncoderStack
 from mstar.nn.linear import QKVLinear
+from mstar.nn.node import Step
 from mstar.nn.norm import OffsetRMSNorm, RMSNorm
 
 
@@ -136,3 +138,27 @@ def test_linear_layers_take_in_what_stands_beside_them(
     device.calls.clear()
     torch.testing.assert_close(stack(x.clone(), positions, _Mixing()), exact, rtol=1e-4, atol=1e-4)
     assert device.calls == ["norm_linear"]  # the second layer's first norm has something to add
+
+
+def test_an_encoder_counts_positions_from_each_rows_start_and_asks_the_host_nothing() -> None:
+    class Unknown(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("lengths were read")
+
+    class Attention:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            groups = q.shape[1] // k.shape[1]
+            return v.repeat_interleave(groups, 1) + q * k.repeat_interleave(
+                groups, 1
+            )  # positions count, items do not mix
+
+    stack = random_(EncoderStack(DecoderConfig(16, 8, 1, 2, 1, 4, 8, 32)))
+
+    def encode(x: Tensor, offsets: list[int]) -> Tensor:
+        rows = len(offsets) - 1
+        step = Step(Unknown([0] * rows), torch.tensor(offsets), torch.zeros(rows), [True] * rows, {}, x.device, x.dtype)
+        return stack.encode(step, x.clone(), Attention())  # type: ignore[no-any-return]
+
+    x = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+    whole = encode(x, [0, 3, 3, 7])
+    torch.testing.assert_close(whole, torch.cat((encode(x[:3], [0, 3]), encode(x[3:], [0, 4]))))

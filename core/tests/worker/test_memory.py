@@ -21,6 +21,7 @@ from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError, SetupError
+from mstar.spec.graph import Entry, NodeSpec, Port
 from mstar.spec.resources import CrossKV, PagedKV, RecurrentState, ResourceSpec, Sampler
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
@@ -123,6 +124,33 @@ def test_the_share_by_device(device: str, given: float | None, fraction: float, 
 def test_the_reserve_for_what_comes_after_the_pools(device: str, runner: str | None, gib: float) -> None:
     deployment = merge_deployment("fake", {"engine": {"runner": runner}})
     assert build.reserved_bytes(deployment, torch.device(device)) == gib * 2**30
+
+
+class Hungry(Node):
+    def step_bytes(self, items: int, device: torch.device, dtype: torch.dtype) -> int:
+        return items * 10 * dtype.itemsize
+
+
+@pytest.mark.parametrize(("device", "told", "wanted"), [("cuda", None, 1024), ("cuda", 100, 100), ("cpu", 100, 0)])
+def test_what_the_largest_step_of_a_node_needs(device: str, told: int | None, wanted: int) -> None:
+    deployment = merge_deployment("fake", {"scheduler": {"max_step_tokens": told}})
+    look = Entry(inputs=(Port("patches", "uint8", ("P", 3)),), chunk="patches", step_items=16)
+
+    def need(node: Node, *entries: Entry) -> int:
+        return build.step_bytes(NodeSpec("x", entries), node, deployment, torch.device(device), torch.bfloat16)
+
+    assert need(Hungry(), look, Entry(name="other")) == wanted * 16 * 20
+    assert need(Hungry(), Entry()) == 0
+    assert need(Node(), look) == 0
+
+
+def test_a_start_keeps_what_a_step_needs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(build, "step_bytes", lambda *given: 3_000_000)
+    with caplog.at_level(logging.INFO, "mstar"):
+        driver = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)
+    assert driver.worker.resources["kv"].device_bytes() <= 250_000
+    assert re.search(r"graphs and workspace +3\.0 MB +reserved", caplog.text)
 
 
 def test_a_start_keeps_the_reserve(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

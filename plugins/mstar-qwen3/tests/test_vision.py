@@ -14,7 +14,7 @@ from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.ragged import RaggedView
 from mstar.resources.staging import Stage
 from mstar_qwen3.processor import places_of
-from mstar_qwen3.vision import VisionEncoder
+from mstar_qwen3.vision import VisionEncoder, kernel_head_dim
 from mstar_qwen3.vision_config import VisionConfig
 
 SIZES = {
@@ -113,3 +113,17 @@ def test_a_tower_in_bfloat16_is_near_float32s(towers: tuple[torch.nn.Module, Vis
     got = embed(copy.deepcopy(ours).bfloat16(), GRIDS, patches)
     assert got.dtype is torch.bfloat16
     assert (got.float() - exact).norm() <= 1.5 * (theirs.float() - exact).norm()
+
+
+def test_memory_of_a_step_grows_with_its_patches_and_holds_the_largest_picture() -> None:
+    config = VisionConfig.from_hf(SIZES, 64)
+    plain, large = (VisionEncoder(config, PATCHER.values(), largest) for largest in (0, 500))
+    need = [
+        node.step_bytes(items, torch.device("cuda"), torch.bfloat16) for node in (plain, large) for items in (100, 900)
+    ]
+    assert need[1] == 9 * need[0] == need[3]
+    assert need[2] == 5 * need[0]
+    width, filled = config.hidden, config.heads * kernel_head_dim(config.head_dim, torch.device("cuda"))
+    assert need[0] / 100 > 2 * (
+        6 * width + 4 * filled
+    )  # at least: stream, norm, projections; what the kernel takes and gives

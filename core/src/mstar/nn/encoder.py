@@ -34,7 +34,7 @@ class EncoderStack(DecoderStack):
     def encode(self, step: Step, x: Tensor, attention: Any) -> Tensor:
         """*x*: embedded items ``[N, hidden]``, packed as *step* says; overwritten. *attention*: the step's view of a
         ``ragged_attention`` resource. Returns ``[N, hidden]``, normalised."""
-        lengths = torch.tensor(step.lengths, device=x.device)
-        starts = step.offsets[:-1].repeat_interleave(lengths)
-        positions = torch.arange(x.shape[0], device=x.device) - starts
+        place = torch.arange(x.shape[0], device=x.device)
+        row = torch.bucketize(place, step.offsets[1:], right=True)  # on the device: nothing waits for lengths
+        positions = place - step.offsets[row]
         return self.norm(self(x, positions, _BothWays(attention)))  # type: ignore[no-any-return]

@@ -119,3 +119,9 @@ class Node(nn.Module):
         for path, module in self.named_modules():
             if isinstance(module, nn.ModuleList) and path.rpartition(".")[2] == "layers":
                 yield from ((f"{path}.{index}", item) for index, item in enumerate(module))
+
+    def step_bytes(self, items: int, device: torch.device, dtype: torch.dtype) -> int:
+        """What a step of an entry with a chunk port, of *items* items, has allocated at its largest, beside its inputs
+        and outputs; also of a piece that has more items and is not cut. Memory for it is kept free of pools on a GPU.
+        0, the default: what is kept for every model is enough (a gigabyte; that of a language model's 1,024 tokens)."""
+        return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from mstar.processing.answer_form import with_answer_form
 from mstar.processing.channels import Channels, ReasoningTags
 from mstar.processing.constraints import checked_grammar
+from mstar.processing.sampling_defaults import checkpoint_defaults, with_defaults
 from mstar.processing.stops import StopStrings
 from mstar.processing.text import TextRenderer
 from mstar.processing.tokenizer import TextTokenizer, read_json
@@ -95,6 +96,9 @@ class TextProcessor(Processor):
     the template's own default holds. Thoughts and calls of tools are told apart from the text
     (:mod:`mstar.processing.channels`) where the template knows them.
 
+    *Sampling.* What a request does not say is what the checkpoint's ``generation_config.json`` says
+    (:mod:`mstar.processing.sampling_defaults`), else the default of the family's knobs.
+
     *Where the knobs are.* ``task.knobs`` is an instance of the spec's knobs class, validated: ``task.knobs.language``.
     They are in ``request.params`` as well, for the graph's :class:`~mstar.spec.graph.Param` and for routes. What the
     operator sets for all requests is in ``context.options`` (:class:`~mstar.spec.knobs.TextOptions` or a subclass).
@@ -120,6 +124,7 @@ class TextProcessor(Processor):
             self.reasoning = self.reasoning or ReasoningTags.of(template.text)
             self.tool_format = self.tool_format or tool_format_of(template.text)
         self.limits = Limits.read(context.weights, self.tokenizer.vocab_size, TextOptions.of(context.options))
+        self.defaults = checkpoint_defaults(context.weights)
         self.grammars = GrammarCompiler(self.tokenizer.vocabulary, self.limits.vocab)
 
     def warm(self) -> None:
@@ -128,6 +133,7 @@ class TextProcessor(Processor):
             self.grammars.load()
 
     def prepare(self, task: Task, request_id: str) -> Prepared:
+        task = replace(task, knobs=with_defaults(task.knobs, self.defaults))
         ids, param = self.prompt_ids(task)
         if not ids:
             raise RequestError(f"{param} is empty", param=param)

@@ -91,12 +91,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class NodeSize:
-    """A node's module. *bytes*: of its parameters and buffers in the deployment's dtype."""
+    """A node's module. *bytes*: of its parameters and buffers in the deployment's dtype; *step_bytes*: what its largest
+    steps need on a GPU, beside the reserve that every model has."""
 
     name: str
     module: str
     parameters: int
     bytes: int
+    step_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -384,7 +386,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         meshes = {name: Mesh.sketch(place.tp, place.sp) for name, place in deployment.placement.items()}
         meshes = {node.name: meshes.get(node.name, SINGLE) for node in graph.nodes}
-        _check_nodes(checked, model, graph, dtype, meshes, where)
+        _check_nodes(checked, model, graph, deployment, meshes, where)
         with checked.stage(where.file_of("placement"), "placement"):
             checked.declared = divided_resources(declared, graph, meshes)
         if not found:
@@ -406,9 +408,12 @@ def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
 
 
 def _check_nodes(
-    checked: Checked, model: Model, graph: Graph, dtype: torch.dtype, meshes: Mapping[str, Mesh], where: _Where
+    checked: Checked, model: Model, graph: Graph, deployment: Deployment, meshes: Mapping[str, Mesh], where: _Where
 ) -> None:
     """Build each node as one of its ranks has it."""
+    device, dtype = checked.device, checked.dtype
+    assert device is not None
+    assert dtype is not None
     for spec in graph.nodes:
         mesh = meshes[spec.name]
         with checked.stage(checked.spec.model, f"node {spec.name!r}"), building(mesh):
@@ -421,7 +426,8 @@ def _check_nodes(
             tensors = [*node.parameters(), *node.buffers()]
             count = sum(parameter.numel() for parameter in node.parameters())
             size = sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.dtype.itemsize) for t in tensors)
-            checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size))
+            step = build.step_bytes(spec, node, deployment, device, dtype)
+            checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size, step))
             checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
             key = f"placement.{spec.name}"
             checked.faults += [Fault(where.file_of(key), key, fault) for fault in mesh_faults(spec.name, node, mesh)]
@@ -462,7 +468,8 @@ def _check_rank(
         dtype,
         free=None if absent else max(0, free_memory(device) // processes - weights),  # as when they are loaded
         weights_bytes=weights,
-        reserve_bytes=build.reserved_bytes(deployment, device),
+        reserve_bytes=build.reserved_bytes(deployment, device)
+        + max((node.step_bytes for node in checked.nodes if node.name in mine), default=0),
     )
 
     def make(name: str, context: ResourceContext) -> Resource:

@@ -55,6 +55,7 @@ __all__ = [
     "rank_device",
     "reserved_bytes",
     "runner_name",
+    "step_bytes",
     "vocabulary_of",
 ]
 
@@ -144,7 +145,10 @@ def _build(
         dtype,
         free=_free(deployment, device, meshes),
         weights_bytes=weights_bytes,
-        reserve_bytes=reserved_bytes(deployment, device),
+        reserve_bytes=reserved_bytes(deployment, device)
+        + max(
+            (step_bytes(graph.node(name), node, deployment, device, dtype) for name, node in nodes.items()), default=0
+        ),
         vocabulary=partial(vocabulary_of, model, weights),
     )
     made = {
@@ -245,6 +249,15 @@ def reserved_bytes(deployment: Deployment, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return _GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE
+
+
+def step_bytes(spec: NodeSpec, node: Node, deployment: Deployment, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of *device* that the largest steps of *node* need besides (:meth:`Node.step_bytes`)."""
+    if device.type != "cuda":
+        return 0
+    tokens = deployment.scheduler.step_tokens(device.type)
+    items = [tokens * entry.step_items for entry in spec.entries if entry.chunk is not None]
+    return node.step_bytes(max(items), device, dtype) if items else 0
 
 
 Faults = list[tuple[str, str]]

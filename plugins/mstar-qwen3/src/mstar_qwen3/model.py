@@ -108,7 +108,8 @@ class Qwen35(Qwen35Text):
         assert self.vision is not None
         assert isinstance(self.context.weights, Path)
         patcher, _ = read_patchers(self.context.weights, self.vision)
-        return VisionEncoder(self.vision, patcher.values())
+        pixels = min(self.context.options.image_pixels or patcher.most, patcher.most)
+        return VisionEncoder(self.vision, patcher.values(), pixels // self.vision.patch**2)
 
     def weights(self, node: str) -> WeightMap:
         if node == "llm":

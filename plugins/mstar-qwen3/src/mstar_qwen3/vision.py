@@ -18,6 +18,7 @@ from mstar.nn import ops
 from mstar.nn.linear import ColumnLinear, RowLinear
 from mstar.nn.node import Node, Step
 from mstar.nn.rotary import Rotation
+from mstar.nn.shards import Division
 from mstar_qwen3.vision_config import VisionConfig
 
 __all__ = ["VisionEncoder", "kernel_head_dim"]
@@ -37,9 +38,13 @@ def kernel_head_dim(head_dim: int, device: torch.device) -> int:
 class _Attention(nn.Module):
     def __init__(self, config: VisionConfig):
         super().__init__()
-        self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = ColumnLinear(config.hidden, 3 * config.hidden, bias=True)
-        self.proj = RowLinear(config.hidden, config.hidden, bias=True)
+        self.head_dim = config.head_dim
+        self.qkv = ColumnLinear(
+            config.hidden, 3 * config.hidden, bias=True, unit=config.head_dim, sections=(config.hidden,) * 3
+        )
+        self.qkv.divisions = (Division("heads of the vision tower", config.heads),)
+        self.heads = self.qkv.out_features // (3 * config.head_dim)
+        self.proj = RowLinear(config.hidden, config.hidden, bias=True, unit=config.head_dim)
 
     def forward(self, x: Tensor, rotation: Rotation, attention: Any) -> Tensor:
         """*x*: normed ``[P, hidden]``."""
@@ -108,17 +113,22 @@ class VisionEncoder(Node):
 
     :param values: float32 ``[channels, 256]``: what a byte of each channel becomes
         (:meth:`mstar.processing.pictures.Patcher.values`).
+    :param largest: patches of the largest picture, which is not cut.
     """
+
+    tensor_parallel = True
 
     levels: Tensor
     inverse: Tensor
 
-    def __init__(self, config: VisionConfig, values: npt.NDArray[np.float32]):
+    def __init__(self, config: VisionConfig, values: npt.NDArray[np.float32], largest: int = 0):
         super().__init__()
-        self.config, self._values = config, values
+        self.config, self._values, self.largest = config, values, largest
         self.patch_embed = _PatchEmbedding(config)
         self.pos_embed = nn.Embedding(config.side**2, config.hidden)
-        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.layers))
+        blocks = [_Block(config) for _ in range(config.layers)]
+        self._heads = max((block.attn.heads for block in blocks), default=0)
+        self.blocks = nn.ModuleList(blocks)
         self.merger = _Merger(config)
         self.register_buffer("levels", torch.empty(values.size), persistent=False)
         self.register_buffer("inverse", torch.empty(config.head_dim // 4), persistent=False)
@@ -130,6 +140,14 @@ class VisionEncoder(Node):
         steps = torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half
         inverse = 1.0 / (self.config.theta**steps)
         return {"levels": torch.from_numpy(self._values).flatten().to(device), "inverse": inverse.to(device)}
+
+    def step_bytes(self, items: int, device: torch.device, dtype: torch.dtype) -> int:
+        """A block's tensors at their most, those of attention: the stream twice, normed and projected; queries, keys
+        and values, their rotation in float32, rounded, and filled up for the kernel."""
+        config, size = self.config, dtype.itemsize
+        filled = kernel_head_dim(config.head_dim, device)
+        attention = self._heads * (config.head_dim * (5 * size + 8) + 4 * filled * size)
+        return max(items, self.largest) * (4 * config.hidden * size + attention)
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         yield from ((f"blocks.{index}", block) for index, block in enumerate(self.blocks))
