@@ -85,6 +85,12 @@ def test_a_caller_that_rules_cudnn_out_is_heard(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     assert windows._able(on_cuda)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as attention over rows of any length has it
+    try:
+        assert windows._able(on_cuda)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert not windows._able(on_cuda)
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):

@@ -38,7 +38,8 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     On a device and in a dtype that cuDNN has a kernel for it is used once it has been found to be right, by one window
     of the shape against PyTorch's. That is not done in a capture, before which a step runs as plain calls anyway. Where
-    the caller has PyTorch choose among some kernels only (``sdpa_kernel``) without cuDNN's, that holds.
+    the caller has PyTorch choose among some kernels only (``sdpa_kernel``) without cuDNN's, that holds; that cuDNN's
+    alone is switched off, as it is for rows of any length, does not count.
     """
     if not _able(q):
         return F.scaled_dot_product_attention(q, k, v)
@@ -48,7 +49,9 @@ def attend_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _able(q: Tensor) -> bool:
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
         return False
-    allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    on = torch.backends.cuda
+    others = on.flash_sdp_enabled() and on.mem_efficient_sdp_enabled() and on.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    allowed: bool = others or on.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     return allowed and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
 
 
