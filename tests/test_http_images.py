@@ -15,8 +15,12 @@ import openai
 import pytest
 from PIL import Image
 
+from mstar.spec.canvas import Canvas, Sizes
+from mstar.spec.errors import RequestError
 from mstar.testing.miniatures.catalog import denoise_answer, latent_for
 from mstar.testing.miniatures.common import encode
+from mstar_server.openai.image_request import picture_size
+from mstar_server.options import ServerOptions
 
 from .serving import Server, serving
 
@@ -165,6 +169,22 @@ def test_wrong_requests_name_the_field(server: Server, wrong: dict[str, Any], pa
 
 def test_a_size_off_the_grid_names_the_nearest(server: Server) -> None:
     assert "nearest valid value is 512x52" in post(server, {"size": "100000x10000"}).json()["error"]["message"]
+
+
+def test_a_size_beyond_the_servers_limit_names_the_nearest_within() -> None:
+    grid = Canvas(Sizes(multiple=16, min_side=64, max_side=8192))
+    with pytest.raises(RequestError, match="limit of 50000 pixels; the nearest valid value is 224x208") as caught:
+        picture_size("8192x8000", grid, ServerOptions(max_pixels=50_000))
+    assert caught.value.param == "size"
+    with pytest.raises(RequestError, match=r"limit of 50 pixels$"):  # there is none
+        picture_size("64x64", grid, ServerOptions(max_pixels=50))
+
+
+def test_what_no_model_here_takes_is_not_offered(server: Server) -> None:
+    message = post(server, {"zzzzzz": 1}).json()["error"]["message"]
+    assert "unknown parameter 'zzzzzz'; known: " in message
+    assert {"prompt", "seed", "size", "steps"} <= set(message.partition("known: ")[2].split(", "))
+    assert not {"complexity", "svg", "style"} & set(message.partition("known: ")[2].split(", "))
 
 
 def bomb() -> bytes:

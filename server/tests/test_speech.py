@@ -240,6 +240,19 @@ async def test_all_pieces_name_the_same_clip(kit: Any, speaking: Any) -> None:
     assert again.tasks[0].sample.id != name
 
 
+@pytest.mark.parametrize("voice", [None, "default", {"id": "default"}])
+async def test_a_clip_goes_with_the_default_voice_and_no_other(kit: Any, speaking: Any, voice: Any) -> None:
+    """OpenAI's client cannot leave ``voice`` out."""
+    out = io.BytesIO()
+    soundfile.write(out, np.linspace(-1, 1, 400), 8000, format="WAV")
+    coded = base64.b64encode(out.getvalue()).decode()
+    service = speaking()
+    assert (await ask(kit, service, ref_audio=coded, ref_text="what", voice=voice)).status_code == 200
+    assert service.tasks[0].sample is not None
+    reply = await ask(kit, service, ref_audio=coded, ref_text="what", voice="ann")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "voice")
+
+
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 

@@ -93,6 +93,9 @@ def test_pictures_that_are_too_long_are_refused() -> None:
     assert smart_resize(10, 2000, 32, 4096, 102400) == (32, 928)
     with pytest.raises(BadShape, match="2001x10 pixels is more than 200 times"):
         smart_resize(10, 2001, 32, 4096, 102400)
+    # of a video's frames, which are widened first, the size is said that they came with
+    with pytest.raises(BadShape, match="2000x2 pixels is more than 200 times"):
+        smart_resize(2, 2000, 32, 4096, 102400, frames=4, pair=2)
 
 
 def test_the_budget_of_a_video_is_for_all_of_its_frames() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,17 @@ def test_of_a_few_sizes_the_one_of_the_nearest_shape_is_named() -> None:
     assert few.nearest((300, 450)) == (1024, 1536)
     with pytest.raises(RequestError, match=r"1024x1024, 1536x1024, 1024x1536.*nearest valid value is 1536x1024"):
         Canvas(few).check(ImageTask(knobs=Knobs(), prompt="x", size=(1500, 1000)))
+
+
+def test_sizes_within_a_limit() -> None:
+    within = GRID.within(300_000)
+    assert within is not None
+    assert within.nearest((2048, 2048)) == (544, 544)
+    assert GRID.within(2**40) == GRID
+    assert GRID.within(256 * 256 - 1) is None
+    few = Sizes(choices=((1024, 1024), (64, 64)))
+    assert few.within(5000) == replace(few, choices=((64, 64),), max_pixels=5000)
+    assert few.within(100) is None
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [(5, 81), (5.0625, 81), (0.0625, 1), (4, 65), (5.125, 81)])

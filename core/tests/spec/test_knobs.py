@@ -31,6 +31,7 @@ class Choices(Knobs):
         ("language", "it", "'language': 'it' is none of its values; known: de, fr, gsw"),
         ("language", None, "'language': 'None' is none of its values; known: de, fr, gsw"),
         ("rate", 8000, "'rate': '8000' is none of its values; the nearest valid value is 16000"),
+        ("language", "GSV", "'language': 'GSV' is none of its values; did you mean 'gsw'?"),
         ("style", "former", "'style': 'former' is none of its values; did you mean 'formal'?"),
     ],
 )
@@ -115,3 +116,52 @@ def test_faults_inside_of_sections_name_the_nearest_there() -> None:
     assert faults["model_kwargs.window.windw"].endswith("did you mean 'window.window'?")
     assert faults["model_kwargs.cleen"].endswith("did you mean 'clean'?")
     assert faults["model_kwargs.window.share"].startswith("'window.share': must be a number")
+
+
+class Grid(Knobs):
+    width: int | None = Field(None, ge=64, le=8192, multiple_of=16)
+    odd: int = Field(7, multiple_of=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"), [("width", 100, 96), ("width", 8, 64), ("width", 10**9 + 1, 8192), ("odd", -8, -7)]
+)
+def test_what_is_no_multiple_is_answered_with_the_nearest(name: str, value: int, near: int) -> None:
+    with pytest.raises(RequestError, match=f"'{name}': must be a multiple of .* nearest valid value is {near}$"):
+        validate_knobs(Grid, {name: value})
+
+
+class Open(Knobs):
+    seed: int = Field(1, gt=0, lt=2**63)
+    share: Finite = Field(0.5, gt=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [("seed", 2**63, str(2**63 - 1)), ("seed", 0, "1"), ("seed", -9, "1"), ("share", 0, "just above 0.0")],
+)
+def test_beyond_an_open_bound_the_nearest_is_named(name: str, value: int, near: str) -> None:
+    with pytest.raises(RequestError, match=f"nearest valid value is {near}$"):
+        validate_knobs(Open, {name: value})
+
+
+class Lists(Knobs):
+    rows: tuple[Annotated[int, Field(ge=1)], ...] = Field((1,), min_length=1, max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "faults"),
+    [
+        ((), {"model_kwargs.rows": "'rows': must have at least 1 entry, and has none"}),
+        ((1, 2, 3), {"model_kwargs.rows": "'rows': must have at most 2 entries, and has 3"}),
+        # of the list itself nothing is said: it is as long as it should be
+        (
+            (None,),
+            {"model_kwargs.rows.0": "'rows.0': input should be a valid integer, got 'None'"},
+        ),
+    ],
+)
+def test_lists_at_fault_in_words(value: tuple[int, ...], faults: dict[str, str]) -> None:
+    with pytest.raises(DeploymentError) as caught:
+        read_options(Lists, {"rows": value})
+    assert dict(caught.value.faults) == faults

@@ -116,7 +116,7 @@ def test_a_file_may_be_named_itself(tmp_path: Path) -> None:
     assert list(open_checkpoint(folder / "model.pth").tensors) == ["weight"]
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"PK\x03\x04 broken"])
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"junk\n", b"\x80\x02s.", b"PK\x03\x04 broken"])
 def test_a_damaged_file_is_an_error_that_names_it(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.pth").write_bytes(data)
     with pytest.raises(WeightsError, match=r"model\.pth"):

@@ -162,9 +162,11 @@ def test_where_alpha_comes_from(
     torch.testing.assert_close(adapter.delta(torch.device("cpu")), torch.full((4, 3), RANK * factor))
 
 
+QUERIES = "transformer.transformer_blocks.0.attn.to_q"
+
+
 def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[str, Tensor]:
-    name = "transformer.transformer_blocks.0.attn.to_q"
-    return {f"{name}.lora_A.weight": torch.ones(down), f"{name}.lora_B.weight": torch.ones(up)}
+    return {f"{QUERIES}.lora_A.weight": torch.ones(down), f"{QUERIES}.lora_B.weight": torch.ones(up)}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,10 @@ def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[
         ({"transformer.strange.lora_A.weight": torch.ones(2, 3)}, "no matrix lora_B"),
         (one(up=(32, 3)), "ranks 2 and 3"),
         (one(down=(2, 31)), "this model's layer is"),
+        (one(down=(0, 32), up=(32, 0)), "ranks 0 and 0"),
+        ({**one(), f"{QUERIES}.lora_B.weight": torch.full((32, 2), math.nan)}, "values that are no numbers"),
+        ({**one(), f"{QUERIES}.alpha": torch.tensor(math.inf)}, "values that are no numbers"),
+        ({}, "has no tensors"),
         ({"transformer.x_embedder.bias": torch.ones(3)}, "none of a low-rank adapter"),
         (
             {

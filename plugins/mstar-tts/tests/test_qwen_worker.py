@@ -14,6 +14,7 @@ import pytest
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
+from mstar.spec.errors import RequestError
 from mstar.spec.request import Done
 from mstar.spec.tasks import Audio
 from mstar.testing import Driver, Example
@@ -145,6 +146,14 @@ def test_a_clip_is_heard_once(make: Make) -> None:
         assert (heard.voices, heard.frames) == (voices, frames)
     np.testing.assert_array_equal(driver.result("r1")["audio"], driver.result("r2")["audio"])
     assert not np.array_equal(driver.result("r1")["audio"], driver.result("r4")["audio"])
+
+
+@pytest.mark.parametrize(("text", "said", "field"), [("one", "on " * 3000, "ref_text"), ("on " * 3000, "one", "text")])
+def test_of_two_texts_the_one_that_is_too_long_is_named(make: Make, text: str, said: str, field: str) -> None:
+    driver = make("qwen3_tts_base")
+    with pytest.raises(RequestError, match=f"^'{field}': [0-9]{{4}} tokens are to be read") as caught:
+        driver.submit("r", Example(text, {"ref_text": said, "max_new_tokens": 4}, parts=(clip(),)))
+    assert (caught.value.param, caught.value.code) == (field, "text_too_long")
 
 
 def test_what_was_heard_is_bounded(make: Make) -> None:

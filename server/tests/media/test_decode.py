@@ -208,6 +208,23 @@ def test_samples_that_are_no_numbers_are_refused():
         samples(sound_file(np.asarray([0.0, np.nan, 1.0]), 8000, subtype="FLOAT"))
 
 
+def test_samples_far_beyond_full_scale_are_refused():
+    """A model's arithmetic would overflow. Floats that count as integers of 16 bits do are still taken."""
+    with pytest.raises(MediaFault, match=r"a sample of 3e\+38; full scale is 1"):
+        samples(sound_file(np.asarray([0.0, -3e38, 1.0]), 8000, subtype="FLOAT"))
+    assert samples(sound_file(np.asarray([0.0, -32768.0]), 8000, subtype="FLOAT"))[0].tolist() == [0.0, -32768.0]
+
+
+@pytest.mark.parametrize(("brand", "name"), [(b"heic", "a HEIF"), (b"mif1", "a HEIF"), (b"avif", "an AVIF")])
+def test_pictures_of_phones_are_called_what_they_are(brand, name):
+    data = b"\0\0\0\x18ftyp" + brand + b"\0\0\0\0mif1heic" + b"\0" * 100
+    with pytest.raises(MediaFault, match=f"is {name} file, not an image; image formats: PNG") as caught:
+        pixels_of(data)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_image")
+    with pytest.raises(MediaFault, match=f"is {name} file, not a video"):
+        video_of(data)
+
+
 # --- video
 
 

@@ -41,11 +41,12 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int, fr
         *factor* are widened first, as the video processor does.
     :raises BadShape: the picture is too long and narrow.
     """
+    given = f"{width}x{height}"
     if pair > 1 and (height < factor or width < factor):
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_RATIO:
-        raise BadShape(f"one side of {width}x{height} pixels is more than {MAX_RATIO} times the other")
+        raise BadShape(f"one side of {given} pixels is more than {MAX_RATIO} times the other")
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     count = round(frames / pair) * pair
     if count * high * wide > most:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstar.spec.errors import RequestError
 from mstar.spec.tasks import ImageTask, Task, VideoTask
@@ -52,6 +52,14 @@ class Sizes:
         most = self._most // min(fits)  # the shorter side is at its least: the longer one gives way
         width, height = (min(side, self._multiple_below(most)) for side in fits)
         return width, height
+
+    def within(self, pixels: int) -> Sizes | None:
+        """These sizes as far as they have at most so many *pixels*; ``None`` if there are none."""
+        choices = tuple(size for size in self.choices if size[0] * size[1] <= pixels)
+        least = self._side(0, round) ** 2
+        if not choices and (self.choices or least > pixels):
+            return None
+        return replace(self, max_pixels=min(pixels, self._most), choices=choices)
 
     def describe(self) -> str:
         if self.choices:

@@ -132,8 +132,11 @@ def innermost(known: Mapping[str, T], path: str) -> T | None:
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to *word*, else a list of the known ones, else ``""``."""
     names = sorted(set(known))
+    lower = {name.lower(): name for name in reversed(names)}
     # comparing takes time with the word's length, and a client may send any
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= 256 else []
+    if not close and len(word) <= 256:
+        close = [lower[name] for name in difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)]
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else ""

@@ -7,7 +7,7 @@ value, the OpenAPI schema, the docs table and the playground's form all come fro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -144,11 +144,21 @@ def read_options(cls: type[K], values: dict[str, Any]) -> K:
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        faults = error.errors(include_url=False)
+        faults = _innermost(error.errors(include_url=False))
         names = [".".join(str(part) for part in fault["loc"]) for fault in faults]
         raise DeploymentError(
             (f"model_kwargs.{name}", _explain(cls, name, fault)) for name, fault in zip(names, faults, strict=True)
         ) from None
+
+
+def _innermost(faults: Sequence[Any]) -> list[Any]:
+    """*faults* without those of lists that count as too short because of faults in their entries."""
+    places = [fault["loc"] for fault in faults]
+
+    def holds_another(place: tuple[Any, ...]) -> bool:
+        return any(len(other) > len(place) and other[: len(place)] == place for other in places)
+
+    return [fault for fault in faults if not (fault["type"] == "too_short" and holds_another(fault["loc"]))]
 
 
 def _fields_at(cls: type[BaseModel], place: tuple[Any, ...]) -> tuple[str, Mapping[str, FieldInfo], str]:
@@ -175,14 +185,34 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
     if choices and fault["type"] in ("literal_error", "enum"):
         return f"{name!r}: {str(fault['input'])[:80]!r} is none of its values{_nearest_choice(fault['input'], choices)}"
     context = fault.get("ctx", {})
+    if fault["type"] in ("too_short", "too_long") and "actual_length" in context:
+        bound = f"at least {context['min_length']}" if "min_length" in context else f"at most {context['max_length']}"
+        entries = f"{context['actual_length'] or 'none'}"
+        return f"{name!r}: must have {bound} entr{'y' if bound.endswith(' 1') else 'ies'}, and has {entries}"
+    if "multiple_of" in context and last in known:
+        near = _nearest_multiple(fault["input"], context["multiple_of"], known[last].metadata)
+        return f"{name!r}: must be a multiple of {context['multiple_of']}, got {str(fault['input'])[:80]!r}{near}"
     valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
     reason = fault["msg"].removeprefix("Value error, ")
     message = f"{name!r}: {reason[:1].lower()}{reason[1:]}, got {str(fault['input'])[:80]!r}"
-    if valid is not None:
+    if isinstance(valid, int) and ("gt" in context or "lt" in context):  # whole numbers have a next one
+        message += f"; the nearest valid value is {valid + 1 if 'gt' in context else valid - 1}"
+    elif valid is not None:
         message += f"; the nearest valid value is {'just above ' if 'gt' in context else ''}{valid}"
         if "lt" in context:
             message = message.replace("value is ", "value is just below ")
     return message
+
+
+def _nearest_multiple(value: Any, multiple: int, metadata: Sequence[Any]) -> str:
+    """The multiple nearest to *value* within the bounds that a field's *metadata* names."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return ""
+    bounds = {name: getattr(rule, name) for rule in metadata for name in ("ge", "le") if hasattr(rule, name)}
+    near = round(value / multiple)
+    near = max(near, -(-bounds["ge"] // multiple)) if "ge" in bounds else near
+    near = min(near, bounds["le"] // multiple) if "le" in bounds else near
+    return f"; the nearest valid value is {near * multiple}"
 
 
 def _bare(annotation: Any) -> Any:

@@ -70,8 +70,11 @@ def _loaded(file: Path) -> Mapping[Any, Any]:
                 raise
             with torch.serialization.safe_globals([(_LeftOut, name) for name in names]):
                 content = _read(file)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except MemoryError:
+        raise
+    except Exception as error:  # of bytes that are no such file torch's reader raises what it happens to (KeyError…)
+        told = isinstance(error, OSError | EOFError | RuntimeError | ValueError | pickle.UnpicklingError)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__) if told else "it is damaged"
         raise WeightsError(f"{file} cannot be read as a file of tensors: {reason}") from error
     if not isinstance(content, Mapping):
         raise WeightsError(f"{file} holds a {type(content).__name__}, expected named tensors")

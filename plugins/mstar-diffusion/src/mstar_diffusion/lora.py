@@ -78,6 +78,8 @@ def read_adapter(file: Path) -> dict[str, Adapter]:
     if config.get("use_dora") or config.get("alpha_pattern") or config.get("rank_pattern"):
         words = [key for key in ("use_dora", "alpha_pattern", "rank_pattern") if config.get(key)]
         raise SetupError(f"the adapter {file}: its configuration has {', '.join(words)}, which is not supported")
+    if not tensors:
+        raise SetupError(f"the adapter {file} has no tensors")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = _SUFFIX.fullmatch(key)
@@ -97,8 +99,11 @@ def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: Mapping
             raise SetupError(f"the adapter {file}: {name!r} has no matrix {part}")
     down, up = found["lora_A"], found["lora_B"]
     rank = down.shape[0]
-    if up.shape[1] != rank:
+    if up.shape[1] != rank or not rank:
         raise SetupError(f"the adapter {file}: {name!r} has ranks {rank} and {up.shape[1]}")
+    for part, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise SetupError(f"the adapter {file}: {part} of {name!r} has values that are no numbers (NaN or infinity)")
     if "alpha" in found:
         return Adapter(down, up, float(found["alpha"]) / rank)
     alpha = float(config.get("lora_alpha", rank))

@@ -136,6 +136,11 @@ def decoded_frames(media: Any, stream: Any) -> Iterator[Any]:
         raise damaged(stream.type, "most of it does not decode")
 
 
+_LOUDEST = 65_536.0
+"""Times full scale, which is 1. Samples that count as integers of 16 bits do are below; what is not would overflow a
+model's arithmetic."""
+
+
 class _Writer:
     """Counts seconds while samples pass through."""
 
@@ -153,6 +158,8 @@ class _Writer:
     def write(self, samples: np.ndarray[Any, Any]) -> None:
         if not np.isfinite(samples).all():
             raise damaged("audio", "it has samples that are no numbers")
+        if len(samples) and (loudest := float(np.abs(samples).max())) > _LOUDEST:
+            raise damaged("audio", f"it has a sample of {loudest:.3g}; full scale is 1")
         if self._count() + len(samples) > self._limits.max_audio_s * self._rate:
             message = f"the audio is longer than the limit of {self._limits.max_audio_s:.0f} s"
             raise MediaFault(message, "audio_too_long")

@@ -46,6 +46,12 @@ _PREFIXES = (
     (b"\x1a\x45\xdf\xa3", _MATROSKA),
     (b"%PDF-", Container("PDF", ())),
 )
+_HEIF = Container("HEIF", ())
+_FTYP = {
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), _HEIF),
+    **dict.fromkeys((b"avif", b"avis"), Container("AVIF", ())),
+}
+"""Pictures in MP4's boxes by their major brand: phones send them, and they are not read."""
 _RIFF = {
     b"WAVE": Container("WAV", ("audio",), "wav"),
     b"WEBP": _image("WebP"),
@@ -66,7 +72,7 @@ def sniff(head: bytes, audio: bool = False) -> Container | None:
     if head[:4] == b"FORM" and head[8:12] in (b"AIFF", b"AIFC"):
         return Container("AIFF", ("audio",))
     if head[4:8] == b"ftyp":
-        return _MP4
+        return _FTYP.get(head[8:12], _MP4)
     if head[:2] == b"BM" and head[6:10] == b"\0\0\0\0":  # two letters alone would make images of many texts
         return _image("BMP")
     if audio and len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
@@ -80,7 +86,7 @@ def require(head: bytes, kind: str) -> Container:
     if container is not None and kind in container.kinds:
         return container
     if container is not None:
-        what = f"is a {container.name} file, not {'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+        what = f"is {_a(container.name)} {container.name} file, not {_a(kind)} {kind}"
     elif head.lstrip()[:1] == b"<":
         what = f"is text that looks like HTML or XML, not {kind}"
     else:
@@ -90,3 +96,7 @@ def require(head: bytes, kind: str) -> Container:
     if kind == "image" or not head:
         raise MediaFault(message, f"invalid_{kind}")
     raise MediaFault(message, "unsupported_media_type", 415)
+
+
+def _a(word: str) -> str:
+    return "an" if word[0] in "aeiouAEIOU" or word[:2] in ("MP", "M4") else "a"  # as one says it: an MP4

@@ -193,6 +193,9 @@ def picture_size(text: str | None, canvas: Canvas | None, options: ServerOptions
         raise RequestError(f"'size': {width}x{height} has no pixels; the nearest valid value is 1x1", param="size")
     if width * height > options.max_pixels:
         message = f"'size': {width}x{height} is larger than the server's limit of {options.max_pixels} pixels"
+        if near := sizes.within(options.max_pixels):
+            width, height = near.nearest((width, height))
+            message += f"; the nearest valid value is {width}x{height}"
         raise RequestError(message, param="size")
     return width, height
 

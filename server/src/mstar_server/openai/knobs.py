@@ -39,7 +39,8 @@ def knobs_of(
             values[name] = value
     for name, value in (body.model_extra or {}).items():
         if name not in knobs.model_fields:
-            known = nearest(name, {*type(body).model_fields, *knobs.model_fields, *also})
+            of_route = {*type(body).model_fields} - {*fields}  # those count where the model has them
+            known = nearest(name, {*of_route, *knobs.model_fields, *also})
             raise RequestError(f"unknown parameter {name!r}{known}", param=name, code="unknown_parameter")
         if isinstance(value, FormText):
             value = typed(str(value), knobs.model_fields[name].annotation)

@@ -30,7 +30,7 @@ async def speaker(
         if body.ref_text is not None:
             raise RequestError("'ref_text' needs 'ref_audio', the clip that it is said in", param="ref_text")
         return await _named(body.voice_name, spec, processor, voices, tenant)
-    if body.voice is not None:
+    if body.voice_name not in (None, DEFAULT_VOICE):  # clients that must send a voice send this one
         raise RequestError("'voice' and 'ref_audio' are two voices: send one of them", param="voice")
     check_clones(spec, "ref_audio")
     item = Item("audio", await _content(body.ref_audio), "ref_audio")

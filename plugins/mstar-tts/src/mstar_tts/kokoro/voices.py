@@ -115,7 +115,7 @@ def parse_blend(expression: str, param: str = "voice") -> dict[str, float]:
     """``af_bella(2)+af_sky(1)`` as voices with their shares, which sum to one; without numbers shares are equal. ``,``
     is another ``+``.
 
-    :raises RequestError: it is no such expression, or a weight is not a number above 0.
+    :raises RequestError: it is no such expression, or a weight is no number from 1e-6 to 1e6.
     """
     parts = re.split(r"[+,]", expression)
     if len(parts) > _MOST:
@@ -137,6 +137,8 @@ def _weight(text: str | None, param: str) -> float:
     except ValueError:
         weight = math.nan
     if not (1e-6 <= weight <= 1e6):
-        message = f"{param!r}: the weight {str(text)[:40]!r} must be a number above 0; the nearest plain one is 1"
+        message = (
+            f"{param!r}: the weight {str(text)[:40]!r} must be a number from 0.000001 to 1000000; a plain one is 1"
+        )
         raise RequestError(message, param=param)
     return weight

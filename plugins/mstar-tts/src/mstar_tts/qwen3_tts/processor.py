@@ -98,7 +98,8 @@ class Qwen3TTSProcessor(Processor):
             streaming=self._streams(knobs),
         )
         most = max_tokens_of(knobs, self._defaults, len(words.text), self.options.max_frames_per_token)
-        self._check_length(prompt, most, asked.text_field)
+        longest = max((words.said, "ref_text"), (words.text, asked.text_field), key=lambda part: len(part[0]))
+        self._check_length(prompt, most, longest[1])
         request = EngineRequest(
             id=request_id,
             inputs=self._inputs(prompt, clip),
@@ -161,8 +162,8 @@ class Qwen3TTSProcessor(Processor):
         longest, rows = self._longest, len(prompt.rows)
         if len(prompt.queue) > self.options.max_streamed_text:
             message = (
-                f"{field!r} has {len(prompt.queue)} tokens to be read while they are spoken; the limit is "
-                f"{self.options.max_streamed_text}. Set 'non_streaming_mode' to true, or send it in pieces"
+                f"{field!r}: {len(prompt.queue)} tokens are to be read while they are spoken; the limit is "
+                f"{self.options.max_streamed_text}. Set 'non_streaming_mode' to true, or send a shorter text"
             )
             raise RequestError(message, param=field, code="text_too_long")
         if rows + most > longest:
