@@ -25,7 +25,7 @@ __all__ = ["register"]
 
 _PORT = 8000
 _LITTLE_DISK = 5_000_000_000
-_WIDTH = len("attention torch_sdpa")
+_WIDTH = len("attention batch_invariant")
 """Of the column of subjects: lines are written before the later ones are known."""
 _CODECS = {"PIL": ("pillow", "images"), "soundfile": ("soundfile", "audio files"), "av": ("av", "video")}
 
