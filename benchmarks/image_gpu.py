@@ -276,16 +276,16 @@ def _vae(shape: Any, folder: Path, args: argparse.Namespace, compiled: bool) -> 
     device, dtype = _place(args)
     node, model = _node(shape, folder, "vae_decoder", device, dtype)
     side = shape.size // 16
-    latent = torch.randn(side, side, model.facts().channels, device=device, dtype=dtype)
+    latent = torch.randn(1, side, side, model.facts().channels, device=device, dtype=dtype)
     step, found = _step(device, dtype), {}
     with torch.inference_mode():
-        found["plain_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
-        (plain,) = node.forward(step, [latent])["image"]
+        found["plain_s"] = seconds(lambda: node.forward(step, latent), device, args.rounds)
+        (plain,) = node.forward(step, latent)["image"]
         found |= _memory(args.device)
         if compiled and device.type == "cuda":
             compile_regions({"vae_decoder": node})
-            found["compiled_s"] = seconds(lambda: node.forward(step, [latent]), device, args.rounds)
-            (other,) = node.forward(step, [latent])["image"]
+            found["compiled_s"] = seconds(lambda: node.forward(step, latent), device, args.rounds)
+            (other,) = node.forward(step, latent)["image"]
             found["compiled_psnr_db"] = psnr(other.cpu().numpy(), plain.cpu().numpy())
     return found
 

@@ -4,9 +4,11 @@ ones."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -110,6 +112,19 @@ def serving(
     assert not thread.is_alive()
     if failure:
         raise failure[0]
+    left = _left_open(port)
+    assert not left, f"a test has not closed its client: {left}"
+
+
+def _left_open(port: int) -> list[str]:
+    """Sockets to *port* that nobody has closed: what the collector says of them."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", ResourceWarning)
+        gc.collect()
+    said = [str(warning.message) for warning in found]
+    for other in (words for words in said if str(port) not in words):
+        warnings.warn(other, ResourceWarning, stacklevel=1)
+    return [words for words in said if f"raddr=('127.0.0.1', {port})" in words]
 
 
 def _import_all(registry: Registry, keys: tuple[str, ...]) -> None:

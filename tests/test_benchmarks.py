@@ -31,6 +31,19 @@ def _folder_on_the_path() -> Iterator[None]:
     sys.path.remove(str(FOLDER))
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_decoding_is_checked_before_it_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: bool) -> None:
+    program = importlib.import_module("vae_gpu")
+    if not right:
+        good = program.ops.group_norm
+        monkeypatch.setattr(program.ops, "group_norm", lambda x, *rest: good(x, *rest) * 1.01)
+    words = ["--shape", "tiny", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "found.json")]
+    assert program.main(words) == (0 if right else 1)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ("decode" in found) == right
+    assert all(found["check"]["right"].values()) == right
+
+
 @pytest.fixture
 def client() -> ModuleType:
     return importlib.import_module("chat_client")

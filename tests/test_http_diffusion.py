@@ -57,8 +57,9 @@ def klein(flux2: Path) -> Iterator[Server]:
         yield running
 
 
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def reference(folder: Path, kind: str) -> Any:

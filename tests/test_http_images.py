@@ -33,8 +33,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def right(text: str, size: tuple[int, int], seed: int = 0, images: tuple[Any, ...] = (), steps: int = 4) -> np.ndarray:

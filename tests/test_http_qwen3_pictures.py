@@ -92,8 +92,9 @@ def expected(folder: Path, *parts: Part) -> str:
     return TextTokenizer(folder).decode(greedy(folder, inputs_of(folder, [Message("user", parts)]), NEW))
 
 
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def chat(server: Server, *content: dict[str, Any], **more: Any) -> Any:

@@ -50,10 +50,15 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+def official(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
 def ask(server: Server, **more: Any) -> Any:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 150, **more}
-    return client.chat.completions.create(temperature=1.0, seed=3, **asked)
+    with official(server) as client:
+        answer = client.chat.completions.create(temperature=1.0, seed=3, **asked)
+        return list(answer) if more.get("stream") else answer
 
 
 def fits(value: Any) -> bool:
@@ -112,11 +117,11 @@ def test_a_call_that_is_wanted_comes(server: Server, choice: Any, names: set[str
 
 
 def test_a_response_may_be_a_call(server: Server) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     tool = {"type": "function", **LOOK["function"], "strict": True}
-    response = client.responses.create(
-        model=MODEL, input="Hi", tools=[tool], tool_choice="required", max_output_tokens=150
-    )  # type: ignore[list-item]
+    with official(server) as client:
+        response = client.responses.create(
+            model=MODEL, input="Hi", tools=[tool], tool_choice="required", max_output_tokens=150
+        )  # type: ignore[list-item]
     call = response.output[0]
     assert call.type == "function_call"
     assert fits(json.loads(call.arguments))

@@ -30,8 +30,9 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def seen_and_heard(data: bytes) -> tuple[np.ndarray, np.ndarray | None, float]:
@@ -190,8 +191,7 @@ def test_what_is_not_there(server: Server, method: str, path: str, status: int) 
 
 @pytest.fixture(scope="module")
 def video_id(server: Server) -> str:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    with warnings.catch_warnings():
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         begun = client.videos.create(model="mini_video", prompt="to be read in pieces")
         return str(finished(client, begun.id).id)

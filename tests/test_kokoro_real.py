@@ -53,6 +53,7 @@ SENTENCES = (
     "Turn left at the bridge and follow the narrow street.",
     "The old clock in the tower strikes every hour.",
 )
+TOGETHER = SENTENCES[:8]
 VOICES = ("af_heart", "am_michael", "bf_emma")
 
 
@@ -86,7 +87,7 @@ def alone(server: Server) -> list[np.ndarray]:
 def together(server: Server) -> list[np.ndarray]:
     """Eight at once, streamed."""
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda text: speak(server, text, voice_of(text), stream=True), SENTENCES))
+        return list(pool.map(lambda text: speak(server, text, voice_of(text), stream=True), TOGETHER))
 
 
 def heard(server: Server, sounds: Sequence[np.ndarray], folder: Path) -> list[str]:
@@ -135,22 +136,22 @@ def test_every_voice_of_the_model_is_listed(server: Server) -> None:
 
 
 def test_whisper_hears_the_words(server: Server, alone: list[np.ndarray], tmp_path: Path) -> None:
-    check_words(heard(server, alone, tmp_path))
+    check_words(SENTENCES, heard(server, alone, tmp_path))
 
 
 def test_eight_at_once_are_understood_as_well(
     server: Server, alone: list[np.ndarray], together: list[np.ndarray], tmp_path: Path
 ) -> None:
-    assert [len(samples) for samples in together] == [len(samples) for samples in alone]
-    check_words(heard(server, together, tmp_path))
+    assert [len(samples) for samples in together] == [len(samples) for samples in alone[: len(TOGETHER)]]
+    check_words(TOGETHER, heard(server, together, tmp_path))
 
 
-def check_words(texts: Sequence[str]) -> None:
+def check_words(sentences: Sequence[str], texts: Sequence[str]) -> None:
     """At most 5 % of the words are wrong."""
-    wrong = [word_errors(words(said), words(text)) for said, text in zip(SENTENCES, texts, strict=True)]
-    total = sum(len(words(said)) for said in SENTENCES)
+    wrong = [word_errors(words(said), words(text)) for said, text in zip(sentences, texts, strict=True)]
+    total = sum(len(words(said)) for said in sentences)
     assert sum(wrong) <= 0.05 * total, [
-        pair for pair, n in zip(zip(SENTENCES, texts, strict=True), wrong, strict=True) if n
+        pair for pair, n in zip(zip(sentences, texts, strict=True), wrong, strict=True) if n
     ]
 
 

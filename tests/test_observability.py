@@ -91,9 +91,9 @@ def until(condition: Any) -> None:
 
 def test_metrics_say_what_happened(server: Server) -> None:
     before = scraped(server)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    messages: Any = [{"role": "user", "content": "abc"}]
-    usage = [client.chat.completions.create(model="mini_chat", messages=messages, max_tokens=7).usage for _ in range(3)]
+    asked: Any = {"model": "mini_chat", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 7}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        usage = [client.chat.completions.create(**asked).usage for _ in range(3)]
     assert chat(server, "abc", 7, temperature=-1).status_code == 400
     route = "/v1/chat/completions"
     until(lambda: value(scraped(server), "mstar_http_requests_total", route=route, method="POST", status="400"))

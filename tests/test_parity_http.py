@@ -58,14 +58,16 @@ def test_greedy_answers_equal_the_reference(key: str, shard: str, tmp_path: Path
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard != "5GB")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer = TextTokenizer(tmp_path)
-    with serving(
-        key,
-        extra_plugins=("tests.tiny_models",),
-        executor="inline",
-        weights=str(tmp_path),
-        scheduler={"max_step_tokens": 16},  # long prompts run in chunks, beside decodes
-    ) as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    with (
+        serving(
+            key,
+            extra_plugins=("tests.tiny_models",),
+            executor="inline",
+            weights=str(tmp_path),
+            scheduler={"max_step_tokens": 16},  # long prompts run in chunks, beside decodes
+        ) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             together = list(pool.map(lambda p: ask(client, key, p), PROMPTS))
         for prompt, (tokens, logprobs, answer) in zip(PROMPTS, together, strict=True):

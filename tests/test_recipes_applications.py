@@ -161,8 +161,9 @@ def test_open_webui_draws_and_edits(server: Server) -> None:
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 TOOL = {"type": "object", "properties": {"name": {"type": "string"}}, "required": []}
@@ -192,14 +193,14 @@ def test_home_assistant_speaks(server: Server) -> None:
     """With another model's name: its own cannot be set."""
 
     async def speak() -> bytes:
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        asked = {"model": "mini_tts", "voice": "ann", "input": "Hello there.", "instructions": "", "speed": 1.0}
         sound = bytearray()
-        async with client.audio.speech.with_streaming_response.create(
-            model="mini_tts", voice="ann", input="Hello there.", instructions="", speed=1.0, response_format="mp3"
-        ) as response:
+        async with (
+            openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+            client.audio.speech.with_streaming_response.create(**asked, response_format="mp3") as response,
+        ):
             async for chunk in response.iter_bytes():
                 sound.extend(chunk)
-        await client.close()
         return bytes(sound)
 
     assert soundfile.info(io.BytesIO(asyncio.run(speak()))).frames > 0

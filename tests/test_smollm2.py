@@ -82,6 +82,7 @@ def served(config: WorkerConfig, tmp_path_factory: pytest.TempPathFactory) -> It
             time.sleep(0.1)
         yield served
     finally:
+        served.client.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
 

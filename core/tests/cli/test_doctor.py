@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,50 @@ def test_what_works(mstar: Run) -> None:
     found = findings(mstar)
     assert found["PyTorch"]["state"] == found["cache"]["state"] == "ok"
     assert "toy-chat, toy-closed" in found["plugin cli_toys"]["detail"]
+
+
+def test_each_finding_is_told_before_the_next_is_sought(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    show = doctor._show
+
+    def shown(finding: doctor.Finding, width: int) -> None:
+        told.append(finding.subject)
+        show(finding, width)
+
+    def port(context: Any) -> Iterator[doctor.Finding]:
+        assert told[-1] == "memory"
+        yield doctor.Finding("first", "ok", "known at once")
+        assert told[-1] == "first"
+        yield doctor.Finding("last", "missing", "known late", "type this")
+
+    monkeypatch.setattr(doctor, "_show", shown)
+    monkeypatch.setattr(doctor, "_port", port)
+    _, out, _ = mstar("doctor")
+    assert out.splitlines()[-1].split() == ["→", "type", "this"]
+    assert told[-2:] == ["first", "last"]
+
+
+def test_lines_have_the_order_of_the_json(mstar: Run) -> None:
+    lines = [line for line in mstar("doctor")[1].splitlines() if line[:7].strip()]
+    subjects = list(findings(mstar))
+    assert [line[9:].partition("  ")[0] for line in lines] == subjects
+
+
+def test_a_terminal_sees_what_is_looked_at(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On standard error, gone at the end; the answer is what it is without one."""
+    plain = mstar("doctor")[1]
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setenv("TERM", "xterm")
+        out = mstar("doctor")[1]
+    assert "looking at the port" in terminal.getvalue()
+    assert [line[:30] for line in out.splitlines()] == [line[:30] for line in plain.splitlines()]
 
 
 def test_what_is_missing_comes_with_what_to_type(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:

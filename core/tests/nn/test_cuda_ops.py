@@ -23,10 +23,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which t
 @pytest.mark.timeout(300)
 def test_the_kernels_in_tritons_interpreter() -> None:
     """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    files = [
-        HERE / f"cuda_{name}_cases.py"
-        for name in ("attention", "delta", "invariant", "linear", "modulate", "ops", "sampling")
-    ]
+    files = sorted(HERE.glob("cuda_*_cases.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -213,6 +210,23 @@ def test_kernels_of_modulated_transformers_compile_for_a_gpu(monkeypatch: pytest
             modulate._swiglu, "ahead:bf16 gate_up:bf16 out:bf16", "ahead_stride:i32 stride:i32", aligned=True,
             width=width, hidden=9216, block=1024,
         )  # fmt: skip
+
+
+def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """16 bytes are read at a time, also of channels that are no power of two."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_groupnorm as norm
+
+    sizes: dict[str, Any] = {"channels": 96, "block": 128, "tile": 64}
+    moments = _compile(norm._moments, "x:bf16 means:fp32 squares:fp32", "points:i32", aligned=True, tiles=4, **sizes)
+    assert "ld.global.v4" in moments
+    widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
+    pointers = "means:fp32 squares:fp32 weight:bf16 bias:bf16 factor:fp32 addend:fp32"
+    assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
+    pointers = "x:bf16 factor:fp32 addend:fp32 out:bf16"
+    applied = _compile(norm._apply, pointers, "points:i32", aligned=True, activated=True, **sizes)
+    assert "ld.global.v4" in applied
+    assert "st.global.v4" in applied
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

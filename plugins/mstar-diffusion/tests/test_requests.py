@@ -99,13 +99,27 @@ def test_a_picture_is_the_same_in_any_batch(
     driver.assert_empty()
 
 
+def test_pictures_of_one_size_are_decoded_together(registry: Registry, z_image: Path) -> None:
+    driver = Driver("z_image_turbo", registry, z_image)
+    seen = watch(driver)
+    for i in range(3):
+        driver.submit(f"r{i}", ask(i, 2))
+    driver.submit("wide", ask(3, 2, (80, 64)))
+    driver.run()
+    assert sorted(rows for node, entry, rows in seen if (node, entry) == ("vae_decoder", "forward")) == [1, 3]
+    driver.submit("alone", ask(1, 2))
+    driver.run()
+    np.testing.assert_array_equal(driver.result("r1")["image"], driver.result("alone")["image"])
+    driver.assert_empty()
+
+
 def test_no_more_rows_than_the_deployment_says(registry: Registry, z_image: Path) -> None:
     driver = Driver("z_image_turbo", registry, z_image, model_kwargs={"max_batch_size": 2, "capture_batch_sizes": [1]})
     seen = watch(driver)
     for i in range(5):
         driver.submit(f"r{i}", ask(i, 2))
     driver.run()
-    assert max(rows for node, _, rows in seen if node == "dit") == 2
+    assert max(rows for node, _, rows in seen if node in ("dit", "vae_decoder")) == 2
     assert len([end for end in driver.ended.values() if not isinstance(end, Failed)]) == 5
 
 
@@ -182,7 +196,7 @@ def test_captured_steps(
     runner = GraphRunner(driver.worker.config.deployment.engine, recorder, "cpu", worth=2)
     driver.worker.engine.runner = runner
     driver.worker.engine.prepare(driver.worker.plan, 16, 512, lambda done, total: None)
-    kinds = 1 if key == "z_image_turbo" else 2  # edits of one reference too
+    kinds = 2 if key == "z_image_turbo" else 3  # denoising, for flux2 edits of one reference too, and decoding
     assert len(runner._lanes) == kinds * len(options["capture_sizes"]) * len(options["capture_batch_sizes"])
     before = runner.captured
     for i, example in enumerate(MIXED[key]):

@@ -10,7 +10,8 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = ["register"]
 
 _PORT = 8000
 _LITTLE_DISK = 5_000_000_000
+_WIDTH = len("attention batch_invariant")
+"""Of the column of subjects: lines are written before the later ones are known."""
 _CODECS = {"PIL": ("pillow", "images"), "soundfile": ("soundfile", "audio files"), "av": ("av", "video")}
 
 
@@ -38,6 +41,9 @@ class Finding:
     advice: str = ""
 
 
+Check = Callable[[Context], Iterator[Finding]]
+
+
 def register(commands: Commands) -> None:
     """Add the command."""
     commands.add("doctor", _run, help="Say what works here, what is missing and what to type.", arguments=_arguments)
@@ -49,23 +55,80 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
-    checks: list[Callable[[Context], Iterator[Finding]]] = [
-        _python, _torch, _devices, _attention, _codecs, _server, _plugins, _disk, _memory, _port,
-    ]  # fmt: skip
+    checks: dict[str, Check] = {
+        "Python": _python, "PyTorch": _torch, "devices": _devices, "attention": _attention, "decoders": _codecs,
+        "the server": _server, "plugins": _plugins, "disks": _disk, "memory": _memory, "the port": _port,
+    }  # fmt: skip
     if arguments.online:
-        checks.append(_hub)
-    with quiet():  # plugins' backends are asked
-        findings = [finding for check in checks for finding in check(context)]
-    bad = any(finding.state == "bad" for finding in findings)
+        checks["the Hub"] = _hub
     if arguments.json:
+        findings = list(_found(checks, context))
+        bad = any(finding.state == "bad" for finding in findings)
         print_json({"ok": not bad, "findings": [asdict(finding) for finding in findings]})
         return int(bad)
-    width = max(len(finding.subject) for finding in findings)
-    for finding in findings:
-        print(f"{finding.state:7}  {finding.subject:{width}}  {finding.detail}")
-        if finding.advice:
-            print(f"{'':7}  {'':{width}}  → {finding.advice}")
+    width = max(_WIDTH, *(len(f"plugin {plugin.name}") for plugin in context.plugins.loaded))
+    bad = False
+    with _waiting() as waiting:
+        for finding in _found(checks, context, waiting.on):
+            bad = bad or finding.state == "bad"
+            with waiting.aside():
+                _show(finding, width)
     return int(bad)
+
+
+def _found(
+    checks: Mapping[str, Check], context: Context, on_check: Callable[[str], None] = lambda what: None
+) -> Iterator[Finding]:
+    """What *checks* find, each as soon as it is known. *on_check*: told what is looked at next."""
+    for what, check in checks.items():
+        on_check(what)
+        findings = check(context)
+        while True:
+            with quiet():  # plugins' backends are asked
+                finding = next(findings, None)
+            if finding is None:
+                break
+            yield finding
+
+
+def _show(finding: Finding, width: int) -> None:
+    print(f"{finding.state:7}  {finding.subject:{width}}  {finding.detail}")
+    if finding.advice:
+        print(f"{'':7}  {'':{width}}  → {finding.advice}")
+    sys.stdout.flush()  # who reads it through a pipe waits as well
+
+
+class _Waiting:
+    """A line that says what is looked at, while that takes its time; *status* is rich's, or ``None`` for no line."""
+
+    def __init__(self, status: Any = None):
+        self._status = status
+
+    def on(self, what: str) -> None:
+        if self._status is not None:
+            self._status.update(f"looking at {what}")
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The line makes room for what is printed inside."""
+        if self._status is None:
+            yield
+            return
+        self._status.stop()
+        yield
+        self._status.start()
+
+
+@contextmanager
+def _waiting() -> Iterator[_Waiting]:
+    """On standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield _Waiting()
+        return
+    from rich.console import Console
+
+    with Console(file=sys.stderr).status("") as status:
+        yield _Waiting(status)
 
 
 def _python(context: Context) -> Iterator[Finding]:

@@ -208,7 +208,8 @@ class Engine:
 
     # --- before the first request -------------------------------------------------------------------------------------
     def prepare(self, plan: Plan, rows: int, tokens: int, on_progress: Callable[[int, int], None]) -> None:
-        """Capture the steps that can be foreseen: those of entries that a loop calls with one item a row.
+        """Capture the steps that can be foreseen: those of entries that a loop calls with one item a row, and of those
+        that name sizes.
 
         :param rows: the most rows of a step. :param tokens: the most tokens of one that mixes rows of any length.
         :param on_progress: told how many of how many are done.
@@ -222,7 +223,7 @@ class Engine:
         sizes = self.runner.sizes(rows, tokens)
         todo = [
             (node.name, entry, size, variants)
-            for node, general in _looped(plan)
+            for node, general in _foreseen(plan)
             if node.name in self.nodes
             for entry in _sized(general)
             for size in _sizes_of(node, sizes, rows)
@@ -315,14 +316,15 @@ class Engine:
                 resource.retract(rows[index])
 
 
-def _looped(plan: Plan) -> list[tuple[NodeSpec, Entry]]:
-    """The entries that loops call with one item a row."""
-    found = {}
+def _foreseen(plan: Plan) -> list[tuple[NodeSpec, Entry]]:
+    """The entries that loops call with one item a row; behind them those that are called once and name sizes."""
+    looped: dict[Any, tuple[NodeSpec, Entry]] = {}
+    once: dict[Any, tuple[NodeSpec, Entry]] = {}
     for program in plan.programs.values():
         for op in program:
-            if isinstance(op, CallOp) and op.loops and op.primary == op.entry.chunk:
-                found[op.group] = (plan.graph.node(op.call.node), op.entry)
-    return list(found.values())
+            if isinstance(op, CallOp) and op.primary == op.entry.chunk and (op.loops or op.entry.graph_sizes):
+                (looped if op.loops else once)[op.group] = (plan.graph.node(op.call.node), op.entry)
+    return list((looped | {group: found for group, found in once.items() if group not in looped}).values())
 
 
 def _sized(entry: Entry) -> Iterator[Entry]:

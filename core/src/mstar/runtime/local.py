@@ -148,6 +148,7 @@ class Local:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self._service.join()
             _open.discard(self)
 
     async def _shut_down(self) -> None:

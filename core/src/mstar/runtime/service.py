@@ -126,6 +126,10 @@ class Service:
         await self._executor.stop()
         self._threads.shutdown(wait=False)
 
+    def join(self) -> None:
+        """After :meth:`stop`: wait until the threads have ended too, with what a processor is doing in them."""
+        self._threads.shutdown()
+
     async def drain(self, seconds: float) -> bool:
         """Take no new requests and wait for the running ones, at most *seconds*. Returns whether all have ended."""
         self._draining = True

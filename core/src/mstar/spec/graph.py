@@ -100,8 +100,8 @@ class Entry:
         and each other, and are forgotten after the step (a denoise pass over a prompt's KV).
     :param prefix: a request's first call may skip the head of the chunk port that its resources already hold (prefix
         cache). Needs an integer chunk port.
-    :param graph_sizes: of an entry that loops call on stacked inputs: sizes of the symbols in its inputs' shapes whose
-        steps are captured before the first request. Optional inputs of other symbols are left out of them. Steps of
+    :param graph_sizes: of an entry with stacked inputs: sizes of the symbols in its inputs' shapes whose steps are
+        captured before the first request. Optional inputs of other symbols are left out of them. Steps of
         other sizes are captured when they have come often enough.
     :param step_items: how many items of the chunk port count as one token of a step, where an item costs little (a
         picture's patch in an encoder that is small beside the language model).

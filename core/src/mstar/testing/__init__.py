@@ -10,17 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mstar.testing.conformance import FamilyConformance, PluginConformance
+    from mstar.testing.conformance import FamilyConformance, PluginConformance, VariantConformance
     from mstar.testing.drive import Driver
     from mstar.testing.examples import Example
 
-__all__ = ["Driver", "Example", "FamilyConformance", "PluginConformance"]
+__all__ = ["Driver", "Example", "FamilyConformance", "PluginConformance", "VariantConformance"]
 
 _HOMES = {
     "Driver": "mstar.testing.drive",
     "Example": "mstar.testing.examples",
     "FamilyConformance": "mstar.testing.conformance",
     "PluginConformance": "mstar.testing.conformance",
+    "VariantConformance": "mstar.testing.conformance",
 }
 
 

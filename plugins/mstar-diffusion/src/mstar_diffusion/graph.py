@@ -53,6 +53,9 @@ __all__ = ["TOKEN", "ImageFacts", "ImageModel", "by_area", "condition", "referen
 TOKEN = SIZES.multiple
 """Pixels along a side of a token."""
 
+_DECODED = 2
+"""Most pictures of a captured decode, which keeps its memory: more in one step run as plain calls."""
+
 _IDS = Port("ids", "int64", ("T",), "stacked")
 _LENGTH = Port("length", "int64", (), "stacked")
 _SIGMAS = Port("sigmas", "float32", (MOST_STEPS + 1,), "stacked")
@@ -195,8 +198,6 @@ class ImageModel(Model, abc.ABC):
 
     def _nodes(self, facts: ImageFacts) -> Iterator[NodeSpec]:
         context = Port("context", "model", ("T", facts.context), "stacked")
-        image = replace(_IMAGE, shape=(1, "H", "W", 3), layout="list")
-        latents = replace(_latent(facts), layout="list")
         yield NodeSpec("text_encoder", (Entry(inputs=(_IDS, _LENGTH), outputs=(context,)),))
         options = self.options
         rows = tuple(sorted({size for size in options.capture_batch_sizes if size <= options.max_batch_size}))
@@ -204,10 +205,12 @@ class ImageModel(Model, abc.ABC):
         if facts.references:
             tokens = Port("condition", "model", ("h", "w", facts.channels), "list")
             yield NodeSpec("vae_encoder", (Entry(inputs=(_PIXELS,), outputs=(tokens,)),))
-        preview = Entry(
-            "preview", (replace(latents, name="clean", dtype="float32"),), (replace(image, name="preview"),)
-        )
-        yield NodeSpec("vae_decoder", (Entry(inputs=(latents,), outputs=(image,)), preview))
+        latent, clean = _latent(facts), replace(_latent(facts), name="clean", dtype="float32")
+        sizes = {(size["h"], size["w"]): {"h": size["h"], "w": size["w"]} for size in self.captured()}
+        decode = Entry(inputs=(latent,), outputs=(_IMAGE,), graph_sizes=tuple(sizes.values()))
+        preview = Entry("preview", (clean,), (replace(_IMAGE, name="preview"),))
+        few = tuple(size for size in rows if size <= _DECODED) or rows[:1]
+        yield NodeSpec("vae_decoder", (decode, preview), options.max_batch_size, graph_rows=few)
 
     def _dit(self, facts: ImageFacts, context: Port) -> Iterator[Entry]:
         latent, prompt = _latent(facts), Port("prompt", "model", ("P", facts.prompt), "stacked")

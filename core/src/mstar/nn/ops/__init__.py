@@ -2,9 +2,9 @@
 
 Layers call these functions only. Each picks an implementation by where its tensors are: numba kernels on the CPU
 (:mod:`mstar.nn.ops.cpu`) if numba is installed and works here, Triton kernels on CUDA (:mod:`mstar.nn.ops.cuda`,
-:mod:`mstar.nn.ops.cuda_linear`, :mod:`mstar.nn.ops.cuda_sampling`) if Triton is installed, else plain torch
-(:mod:`mstar.nn.ops.reference`), which says what each operation means. On CUDA a linear layer may take in the operations
-beside it; the layers ask whether it does, and elsewhere it never does.
+:mod:`mstar.nn.ops.cuda_linear`, :mod:`mstar.nn.ops.cuda_groupnorm`, :mod:`mstar.nn.ops.cuda_sampling`) if Triton is
+installed, else plain torch (:mod:`mstar.nn.ops.reference`), which says what each operation means. On CUDA a linear
+layer may take in the operations beside it; the layers ask whether it does, and elsewhere it never does.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "deterministic_fault",
     "fused_edit",
     "fused_sample",
+    "group_norm",
     "linear",
     "norm_gate_up",
     "norm_linear",
@@ -85,6 +86,7 @@ def cuda_kernels_fault() -> str | None:
     """Why the Triton kernels cannot be used, or ``None``. They are compiled at their first use, once a machine."""
     try:
         import mstar.nn.ops.cuda
+        import mstar.nn.ops.cuda_groupnorm
         import mstar.nn.ops.cuda_invariant
         import mstar.nn.ops.cuda_linear
         import mstar.nn.ops.cuda_sampling  # noqa: F401
@@ -233,6 +235,20 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` ``[N, size]`` of two of that size and one dtype; rows of *gate* may have any stride."""
     return _ops(x).sigmoid_mul(x, gate)  # type: ignore[no-any-return]
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+    """*x* ``[rows, C, ...]`` normalised over the points and channels of each of *groups* (Wu and He 2018), times
+    *weight* ``[C]``, plus *bias* ``[C]``; with *silu* also activated.
+
+    :returns: a new tensor with the strides of *x*. On CUDA with channels last (in memory ``[rows, ..., C]``) it is
+        rounded once; elsewhere the norm is rounded before it is activated.
+    """
+    if not x.is_cuda or torch.compiler.is_compiling() or cuda_kernels_fault() is not None:
+        return reference.group_norm(x, groups, weight, bias, eps, silu)
+    from mstar.nn.ops import cuda_groupnorm
+
+    return cuda_groupnorm.group_norm(x, groups, weight, bias, eps, silu)
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "composed",
+    "group_norm",
     "rotate",
     "rotate_store",
     "rotation",
@@ -63,6 +64,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return gate.sigmoid().mul_(x)
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+    normed = F.group_norm(x, groups, weight, bias, eps)
+    return F.silu(normed) if silu else normed
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,27 +25,29 @@ from mstar.testing.conformance.shares import ShareChecks
 from mstar.testing.conformance.specs import SpecChecks
 from mstar.testing.conformance.weights import WeightsChecks
 
-__all__ = ["FamilyConformance", "PluginConformance"]
+__all__ = ["FamilyConformance", "PluginConformance", "VariantConformance"]
 
 
-class FamilyConformance(
+class VariantConformance(
     SpecChecks,
     GraphChecks,
     WeightsChecks,
-    ShareChecks,
     RequestChecks,
     AnswerChecks,
-    BatchChecks,
-    EndChecks,
     HttpChecks,
 ):
-    """All checks of one model.
+    """The checks of what a key says, loads, takes and answers: for one whose model and processor are those of another
+    key, which has all checks. How requests share steps and how they end is seen there.
 
     :cvar key: the model. :cvar plugin: module of its plugin, if that is not installed.
     """
 
     key: ClassVar[str] = ""
     plugin: ClassVar[str | None] = None
+
+
+class FamilyConformance(VariantConformance, ShareChecks, BatchChecks, EndChecks):
+    """All checks of one model; attributes as of :class:`VariantConformance`."""
 
 
 class PluginConformance(PluginChecks):

@@ -2,6 +2,9 @@
 
 Source: diffusers 0.42.1, ``Encoder`` and ``Decoder`` of ``models/autoencoders/vae.py``. Submodules bear the published
 names.
+
+On CUDA pictures keep their channels last in memory all the way, as convolutions want them: norm and activation are one
+operation that leaves them so (:func:`mstar.nn.ops.group_norm`).
 """
 
 from __future__ import annotations
@@ -10,10 +13,24 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from mstar.nn import ops
 
 __all__ = ["Decoder", "Encoder"]
 
 _EPS = 1e-6
+
+
+class Norm(nn.GroupNorm):
+    """Group norm; with *silu* the activation behind it too."""
+
+    def __init__(self, groups: int, channels: int, silu: bool = True):
+        super().__init__(groups, channels, _EPS)
+        self.silu = silu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, self.silu)
 
 
 class Residual(nn.Module):
@@ -21,15 +38,14 @@ class Residual(nn.Module):
 
     def __init__(self, channels: int, out: int, groups: int):
         super().__init__()
-        self.norm1 = nn.GroupNorm(groups, channels, _EPS)
+        self.norm1 = Norm(groups, channels)
         self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
-        self.norm2 = nn.GroupNorm(groups, out, _EPS)
+        self.norm2 = Norm(groups, out)
         self.conv2 = nn.Conv2d(out, out, 3, padding=1)
         self.conv_shortcut = nn.Conv2d(channels, out, 1) if channels != out else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x)))
-        y = self.conv2(F.silu(self.norm2(y)))
+        y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
         return (x if self.conv_shortcut is None else self.conv_shortcut(x)) + y  # type: ignore[no-any-return]
 
 
@@ -38,14 +54,14 @@ class PointAttention(nn.Module):
 
     def __init__(self, channels: int, groups: int):
         super().__init__()
-        self.group_norm = nn.GroupNorm(groups, channels, _EPS)
+        self.group_norm = Norm(groups, channels, silu=False)
         self.to_q, self.to_k, self.to_v = (nn.Linear(channels, channels) for _ in range(3))
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
 
     def forward(self, x: Tensor) -> Tensor:
-        points = x.flatten(2).transpose(1, 2)
-        # compiled code calls the norm's kernel directly, which wants its input in order
-        normed = self.group_norm(points.transpose(1, 2).contiguous()).transpose(1, 2)
+        points = x.flatten(2)
+        # compiled code calls torch's kernel of the norm directly, which wants its input in order
+        normed = self.group_norm(points if x.is_cuda and not is_compiling() else points.contiguous()).transpose(1, 2)
         q, k, v = (layer(normed)[:, None] for layer in (self.to_q, self.to_k, self.to_v))
         out = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
         return out.transpose(-1, -2).reshape(x.shape) + x  # type: ignore[no-any-return]
@@ -125,14 +141,14 @@ class Encoder(nn.Module):
             Down(before[i], width, layers, groups, i == last) for i, width in enumerate(widths)
         )
         self.mid_block = Middle(widths[-1], groups, attention)
-        self.conv_norm_out = nn.GroupNorm(groups, widths[-1], _EPS)
+        self.conv_norm_out = Norm(groups, widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], 2 * latent, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
         for block in self.down_blocks:
             x = block(x)
-        return self.conv_out(F.silu(self.conv_norm_out(self.mid_block(x))))  # type: ignore[no-any-return]
+        return self.conv_out(self.conv_norm_out(self.mid_block(x)))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -151,11 +167,11 @@ class Decoder(nn.Module):
         self.up_blocks = nn.ModuleList(
             Up(before[i], width, layers + 1, groups, i == last) for i, width in enumerate(falling)
         )
-        self.conv_norm_out = nn.GroupNorm(groups, widths[0], _EPS)
+        self.conv_norm_out = Norm(groups, widths[0])
         self.conv_out = nn.Conv2d(widths[0], channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mid_block(self.conv_in(x))
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(F.silu(self.conv_norm_out(x)))  # type: ignore[no-any-return]
+        return self.conv_out(self.conv_norm_out(x))  # type: ignore[no-any-return]

@@ -1,12 +1,14 @@
 """The nodes of an autoencoder: pixels to a denoiser's tokens, and tokens to pixels.
 
-Pictures of a step are encoded and decoded one by one: they may differ in size, one picture fills a device, and memory
-is that of one. A family says how its tokens are cut and normalised.
+References are encoded one by one, since they differ in size. Pictures of one size are decoded together, as many as fit
+into memory at a time; on the CPU one by one, where more gain nothing and each has the same bits in any step. A family
+says how its tokens are cut and normalised.
 """
 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -15,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mstar.nn.node import Node, Step
+from mstar.spec.sizes import bytes_in_words
 from mstar.weights.names import WeightMap
+from mstar_diffusion.rows import row_by_row
 from mstar_diffusion.vae.blocks import Decoder, Encoder
 from mstar_diffusion.vae.config import VaeConfig
 from mstar_diffusion.vae.tiles import decoded_in_tiles
@@ -30,6 +34,10 @@ PREVIEW_SIDE = 32
 _MAPS = 10
 """Full-size feature maps, as wide as the second size, that a decode holds at its peak: 5 GiB at 1024 x 1024 in
 bfloat16, for FLUX's decoders."""
+
+_KEPT = 8
+"""A captured step keeps what it needs: at most one part in so many of the memory that is free. Larger ones, in which a
+launch counts for nothing, run as plain calls."""
 
 
 class VaeEncoder(Node, abc.ABC):
@@ -71,33 +79,44 @@ class VaeDecoder(Node, abc.ABC):
         self.decoder = Decoder(3, config.latent, config.decoder_widths, config.layers, config.groups, config.attention)
         self.post_quant_conv = nn.Conv2d(config.latent, config.latent, 1) if config.post_quant else None
 
-    def forward(self, step: Step, latent: list[Tensor]) -> dict[str, Any]:
-        """*latent*: of each row ``[h', w', C]``. Returns ``image``: uint8 ``[1, H, W, 3]`` of each."""
-        return {"image": [to_pixels(self.decode(self.latents(row[None].to(step.dtype)))) for row in latent]}
+    def forward(self, step: Step, latent: Tensor) -> dict[str, Any]:
+        """*latent*: ``[rows, h', w', C]``. Returns ``image``: uint8 ``[rows, H, W, 3]``.
 
-    def preview(self, step: Step, clean: list[Tensor]) -> dict[str, Any]:
-        """*clean*: of each row what the picture would be now, ``[h', w', C]``. Returns ``preview``: uint8
-        ``[1, H, W, 3]``, at most :data:`PREVIEW_SIDE` latent points large."""
-        seen = []
-        for row in clean:
-            latent = self.latents(row[None].to(step.dtype))
-            scale = min(1.0, PREVIEW_SIDE / max(latent.shape[2:]))
-            size = (max(1, round(latent.shape[2] * scale)), max(1, round(latent.shape[3] * scale)))
-            small = F.adaptive_avg_pool2d(latent, size) if scale < 1 else latent
-            seen.append(to_pixels(self.whole(small)))
-        return {"preview": seen}
+        :raises RuntimeError: a captured step would hold too much memory; the engine goes on with plain calls.
+        """
+        points = self.latents(latent.to(step.dtype))
+        room = math.inf if _recorded(step) else self.room(points)
+        image = to_pixels(self.decode(points, room))
+        if step.lane is not None and step.lane.trial and self.bytes_of(points) > room / _KEPT:
+            size = f"{len(image)} of {image.shape[2]} x {image.shape[1]} pixels"
+            raise RuntimeError(f"{size} would hold {bytes_in_words(self.bytes_of(points))} of memory")
+        return {"image": image}
+
+    def preview(self, step: Step, clean: Tensor) -> dict[str, Any]:
+        """*clean*: what the pictures would be now, ``[rows, h', w', C]``. Returns ``preview``: uint8 ``[rows, H, W,
+        3]``, at most :data:`PREVIEW_SIDE` latent points large."""
+        points = self.latents(clean.to(step.dtype))
+        scale = min(1.0, PREVIEW_SIDE / max(points.shape[2:]))
+        size = (max(1, round(points.shape[2] * scale)), max(1, round(points.shape[3] * scale)))
+        small = row_by_row(lambda x: F.adaptive_avg_pool2d(x, size), points) if scale < 1 else points
+        return {"preview": to_pixels(row_by_row(self.whole, small))}
 
     @abc.abstractmethod
     def latents(self, tokens: Tensor) -> Tensor:
-        """``[1, h', w', C]`` as the autoencoder's ``[1, latent, h, w]``."""
+        """``[rows, h', w', C]`` as the autoencoder's ``[rows, latent, h, w]``."""
 
-    def decode(self, latent: Tensor) -> Tensor:
-        """``[1, latent, h, w]`` to ``[1, 3, h * f, w * f]``, whole or in tiles."""
+    def decode(self, latent: Tensor, room: float = math.inf) -> Tensor:
+        """``[rows, latent, h, w]`` to ``[rows, 3, h * f, w * f]``, whole or in tiles, with about *room* bytes."""
         factor = self.config.factor
         side = max(1, self.tile // factor)
-        if max(latent.shape[2:]) > side and self._in_tiles(latent):
-            return decoded_in_tiles(self.whole, latent, side, factor)
-        return self.whole(latent)
+        each = self.bytes_of(latent[:1])
+        tiled = self.tiling == "always" or (self.tiling == "auto" and each > room)
+        if tiled and max(latent.shape[2:]) > side:
+            return torch.cat([decoded_in_tiles(self.whole, row, side, factor) for row in torch.split(latent, 1)])
+        some = int(min(len(latent), max(1.0, room / each)))
+        if some == len(latent):
+            return row_by_row(self.whole, latent)
+        return torch.cat([row_by_row(self.whole, rows) for rows in torch.split(latent, some)])
 
     def whole(self, latent: Tensor) -> Tensor:
         if latent.is_cuda:
@@ -106,24 +125,27 @@ class VaeDecoder(Node, abc.ABC):
             latent = self.post_quant_conv(latent)
         return self.decoder(latent)  # type: ignore[no-any-return]
 
-    def _in_tiles(self, latent: Tensor) -> bool:
-        if self.tiling != "auto":
-            return self.tiling == "always"
+    def room(self, latent: Tensor) -> float:
+        """Bytes of memory that are free where *latent* is; on the CPU nobody counts them."""
         if not latent.is_cuda:
-            return False
+            return math.inf
         free, _ = torch.cuda.mem_get_info(latent.device)
-        held = torch.cuda.memory_reserved(latent.device) - torch.cuda.memory_allocated(latent.device)
-        return self.bytes_of(latent) > free + held
+        return free + torch.cuda.memory_reserved(latent.device) - torch.cuda.memory_allocated(latent.device)
 
     def bytes_of(self, latent: Tensor) -> int:
-        """About what decoding *latent* whole needs at its peak."""
-        pixels = latent.shape[2] * latent.shape[3] * self.config.factor**2
+        """About what decoding all rows of *latent* whole needs at its peak."""
+        pixels = len(latent) * latent.shape[2] * latent.shape[3] * self.config.factor**2
         widest = max(self.config.decoder_widths[:2])
         return pixels * widest * _MAPS * latent.dtype.itemsize
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         if self.compiled:
             yield "decoder", self.decoder
+
+
+def _recorded(step: Step) -> bool:
+    """Whether a captured graph is made of *step*: nothing may be asked of the device then."""
+    return step.lane is not None and not step.lane.trial
 
 
 def to_pixels(picture: Tensor) -> Tensor:

@@ -1,0 +1,150 @@
+"""Group norm and SiLU of pictures whose channels lie side by side in memory (NHWC), as Triton kernels.
+
+PyTorch's group norm on CUDA orders its input by channel first and leaves it so (``native_group_norm`` of torch 2.13).
+Between convolutions that want channels last a picture is then copied there and back, and the activation reads it once
+more. Here it is read twice and written once, whatever its size:
+
+1. *moments*: each program takes one piece of the points and gives mean and sum of squared distances of every channel;
+2. *factors*: pieces and the channels of a group are joined (Chan, Golub, LeVeque 1979: no difference of large sums),
+   and the norm becomes one factor and one addend a channel;
+3. *apply*.
+
+Pieces are cut by the picture's size alone and joined in their order, so a row's numbers do not depend on its step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mstar.nn.ops import pdl, reference
+
+__all__ = ["group_norm"]
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_TILE = 8192
+"""Elements that a program holds at once: 32 a thread of 8 warps."""
+_PIECES = 1024
+"""Most pieces of a picture: enough programs for any device, and few enough to be joined by one."""
+_JOINED = 128
+"""Pieces that are joined at a time."""
+
+
+def _power(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+@triton.jit
+def _moments(
+    x, means, squares, points, tiles: tl.constexpr, channels: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
+    early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    begin = number * tiles * tile
+    end = tl.minimum(begin + tiles * tile, points)
+    channel = tl.arange(0, block)
+    mean = tl.zeros((block,), tl.float32)
+    square = tl.zeros((block,), tl.float32)
+    seen = 0.0
+    for turn in tl.range(0, tiles):
+        first = begin + turn * tile
+        point = first + tl.arange(0, tile)
+        inside = (point < end)[:, None] & (channel < channels)[None, :]
+        at = (row * points + point)[:, None] * channels + channel[None, :]
+        value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        count = tl.maximum(tl.minimum(end - first, tile), 0).to(tl.float32)  # the last piece may have fewer tiles
+        here = tl.sum(value, 0) / tl.maximum(count, 1)
+        apart = tl.where(inside, value - here[None, :], 0)
+        total = seen + count
+        moved = here - mean
+        square += tl.sum(apart * apart, 0) + moved * moved * (seen * count / total)
+        mean += moved * (count / total)
+        seen = total
+    at = (row * tl.num_programs(0) + number) * channels + channel
+    tl.store(means + at, mean, mask=channel < channels)
+    tl.store(squares + at, square, mask=channel < channels)
+
+
+@triton.jit
+def _factors(
+    means, squares, weight, bias, factor, addend, points, piece, pieces, eps, turns: tl.constexpr,
+    channels: tl.constexpr, width: tl.constexpr, joined: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    group, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, block)
+    channel = group * width + lane
+    mine = lane < width
+    total = tl.zeros((joined, block), tl.float32)
+    for turn in tl.range(0, turns):
+        number = turn * joined + tl.arange(0, joined)
+        count = tl.maximum(tl.minimum(points - number * piece, piece), 0).to(tl.float32)
+        inside = (number < pieces)[:, None] & mine[None, :]
+        at = (row * pieces + number)[:, None] * channels + channel[None, :]
+        total += tl.load(means + at, mask=inside, other=0) * count[:, None]
+    elements = points.to(tl.float32) * width
+    mean = tl.sum(tl.sum(total, 0), 0) / elements
+    spread = tl.zeros((joined, block), tl.float32)
+    for turn in tl.range(0, turns):
+        number = turn * joined + tl.arange(0, joined)
+        count = tl.maximum(tl.minimum(points - number * piece, piece), 0).to(tl.float32)
+        inside = (number < pieces)[:, None] & mine[None, :]
+        at = (row * pieces + number)[:, None] * channels + channel[None, :]
+        apart = tl.load(means + at, mask=inside, other=0) - mean
+        spread += tl.where(inside, tl.load(squares + at, mask=inside, other=0) + apart * apart * count[:, None], 0)
+    scale = 1 / tl.sqrt_rn(tl.sum(tl.sum(spread, 0), 0) / elements + eps)
+    times = tl.load(weight + channel, mask=mine, other=0).to(tl.float32) * scale
+    plus = tl.load(bias + channel, mask=mine, other=0).to(tl.float32) - mean * times
+    tl.store(factor + row * channels + channel, times, mask=mine)
+    tl.store(addend + row * channels + channel, plus, mask=mine)
+
+
+@triton.jit
+def _apply(
+    x, factor, addend, out, points, channels: tl.constexpr, activated: tl.constexpr, tile: tl.constexpr,
+    block: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    pdl.begin(early)
+    row = tl.program_id(1).to(tl.int64)
+    point = tl.program_id(0) * tile + tl.arange(0, tile)
+    channel = tl.arange(0, block)
+    known = channel < channels
+    times = tl.load(factor + row * channels + channel, mask=known, other=0)
+    plus = tl.load(addend + row * channels + channel, mask=known, other=0)
+    inside = (point < points)[:, None] & known[None, :]
+    at = (row * points + point)[:, None] * channels + channel[None, :]
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32) * times[None, :] + plus[None, :]
+    if activated:
+        value = value / (1 + tl.exp(-value))
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+    """:func:`mstar.nn.ops.group_norm`. What does not have its channels side by side goes to the reference."""
+    rows, channels = x.shape[:2]
+    points = x[0, 0].numel() if rows else 0
+    known = all(tensor.dtype in _TYPES for tensor in (x, weight, bias))
+    if not points or not known or channels > _TILE or not x.movedim(1, -1).is_contiguous():
+        return reference.group_norm(x, groups, weight, bias, eps, silu)
+    weight, bias = weight.contiguous(), bias.contiguous()
+    block = _power(channels)
+    tile = max(_TILE // block, 1)
+    tiles = -(-points // tile)
+    each = _power(-(-tiles // _PIECES))  # constants of the kernels, so that a few variants serve all sizes
+    pieces = -(-tiles // each)
+    turns = _power(-(-pieces // _JOINED))
+    means, squares = x.new_empty((2, rows, pieces, channels), dtype=torch.float32)
+    factor, addend = x.new_empty((2, rows, channels), dtype=torch.float32)
+    out = torch.empty_like(x)
+    early, launch, width = pdl.enabled(), pdl.options(), channels // groups
+    _moments[(pieces, rows)](x, means, squares, points, each, channels, tile, block, early, num_warps=8, **launch)
+    _factors[(groups, rows)](
+        means, squares, weight, bias, factor, addend, points, each * tile, pieces, float(eps), turns, channels,
+        width, _JOINED, _power(width), early, num_warps=4, **launch,
+    )  # fmt: skip
+    _apply[(tiles, rows)](x, factor, addend, out, points, channels, silu, tile, block, early, num_warps=8, **launch)
+    return out

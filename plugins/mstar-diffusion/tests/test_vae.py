@@ -1,0 +1,99 @@
+"""How pictures are decoded: together as far as memory goes, channels last, captured where that is cheap."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from diffusers_pipelines import KINDS, model_of, node_of, step
+
+from mstar_diffusion.vae.nodes import VaeDecoder
+from mstar_diffusion.z_image.model import ZImage
+
+
+def on_meta(folder: Path) -> tuple[VaeDecoder, list[int]]:
+    """A decoder that is nowhere, as on a GPU but for the numbers, and the rows of each decode from now on."""
+    node: VaeDecoder = model_of(folder, ZImage).on_meta("vae_decoder")
+    seen: list[int] = []
+    node.decoder.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    return node, seen
+
+
+def latents(rows: int, side: int = 8) -> Tensor:
+    return torch.empty(rows, 4, side, side, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("fits", "together"), [(math.inf, [5]), (5.0, [5]), (4.9, [4, 1]), (2.5, [2, 2, 1]), (1.0, [1] * 5)]
+)
+def test_as_many_as_fit_into_memory(z_image: Path, fits: float, together: list[int]) -> None:
+    node, seen = on_meta(z_image)
+    picture = node.decode(latents(5), fits * node.bytes_of(latents(1)))
+    assert (seen, tuple(picture.shape)) == (together, (5, 3, 64, 64))
+
+
+@pytest.mark.parametrize(("tiling", "tiled"), [("auto", True), ("always", True), ("never", False)])
+def test_tiles_where_not_one_fits(z_image: Path, tiling: Any, tiled: bool) -> None:
+    """Two tiles by two, of one picture after the other; as small as a tile, it is decoded whole."""
+    node, seen = on_meta(z_image)
+    node.tiling, node.tile = tiling, 48
+    room = 0.9 * node.bytes_of(latents(1))
+    assert node.decode(latents(2), room).shape == (2, 3, 64, 64)
+    assert seen == [1] * (8 if tiled else 2)
+    seen.clear()
+    assert node.decode(latents(2, 6), 0).shape == (2, 3, 48, 48)
+    assert seen == [1, 1]
+
+
+def test_a_captured_step_keeps_little_and_asks_the_device_nothing(
+    z_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = node_of(z_image, ZImage, "vae_decoder")
+    tokens = torch.randn(1, 4, 4, 16, generator=torch.Generator().manual_seed(1))
+    plain = node.forward(step(), tokens)["image"]
+    asked = []
+
+    def room(latent: Tensor) -> float:
+        asked.append(latent)
+        return 7.9 * node.bytes_of(latent)
+
+    monkeypatch.setattr(node, "room", room)
+    on_lane = step()
+    on_lane.lane = SimpleNamespace(trial=True)
+    with pytest.raises(RuntimeError, match=r"1 of 64 x 64 pixels would hold .* of memory"):
+        node.forward(on_lane, tokens)
+    assert asked
+    asked.clear()
+    on_lane.lane.trial = False
+    assert torch.equal(node.forward(on_lane, tokens)["image"], plain)
+    assert not asked
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_stay_last(request: pytest.FixtureRequest, kind: str) -> None:
+    """As weights and pictures are on a GPU: no convolution has to turn its input, and the picture is the same."""
+    node = node_of(request.getfixturevalue(kind), KINDS[kind], "vae_decoder")
+    latent = node.latents(torch.randn(2, 6, 4, 16, generator=torch.Generator().manual_seed(2)))
+    right = node.whole(latent)
+    node.to(memory_format=torch.channels_last)
+    turned = []
+
+    def look(module: nn.Module, args: tuple[Tensor]) -> None:
+        turned.append(args[0].is_contiguous(memory_format=torch.channels_last))
+
+    for module in node.decoder.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(look)
+    got = node.whole(latent.contiguous(memory_format=torch.channels_last))
+    assert len(turned) > 10
+    assert all(turned)
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
