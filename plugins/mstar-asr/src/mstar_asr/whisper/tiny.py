@@ -45,7 +45,7 @@ def draw(key: str, rng: random.Random) -> Example:
     time = np.arange(int(seconds * RATE)) / RATE
     noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(time))
     samples = 0.3 * np.sin(2 * math.pi * pitch * time) + 0.05 * noise
-    knobs: dict[str, Any] = {"max_tokens": rng.randint(8, 16), "temperature_increment": 0.0, "vad_filter": False}
+    knobs: dict[str, Any] = {"max_tokens": 6 + rng.randint(3, 9), "temperature_increment": 0.0, "vad_filter": False}
     return Example(parts=(Audio(samples.astype(np.float32), RATE),), knobs=knobs)
 
 
