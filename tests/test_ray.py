@@ -89,7 +89,7 @@ class joined:
 def nodes() -> Iterator[Nodes]:
     before = {process.pid for process in psutil.process_iter()}
     told = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]),
         # a lost node is noticed after a second, and not after half a minute
         "RAY_health_check_period_ms": "300",
         "RAY_health_check_failure_threshold": "3",
@@ -179,7 +179,7 @@ def all_ready(model: mstar.Local) -> None:
     until(lambda: (model.phase.name, model.phase.detail) == ("ready", ""), lambda: model.phase)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def pair(nodes: Nodes, weights: str) -> Iterator[mstar.Local]:
     """A copy on each node."""
     with load(weights, ray={"address": nodes.address, "cpus": 2}, replicas=2, engine={"threads": 1}) as model:
@@ -196,34 +196,34 @@ def one_on_each(model: mstar.Local) -> tuple[list[Any], list[Iterator[str]]]:
     return copies, running
 
 
-def test_a_killed_actor_is_started_again(pair: mstar.Local, expected: list[str]) -> None:
-    copies, running = one_on_each(pair)
-    old = copies[0].pid
-    os.kill(old, signal.SIGSTOP)  # it gets no further
-    os.kill(old, signal.SIGKILL)
-    assert "is gone: the process was killed" in dies(running[0])
-    assert "".join(running[1])
-    all_ready(pair)
-    assert copies[0].pid != old
-    assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected
+class TestCopies:
+    def test_a_killed_actor_is_started_again(self, pair: mstar.Local, expected: list[str]) -> None:
+        copies, running = one_on_each(pair)
+        old = copies[0].pid
+        os.kill(old, signal.SIGSTOP)  # it gets no further
+        os.kill(old, signal.SIGKILL)
+        assert "is gone: the process was killed" in dies(running[0])
+        assert "".join(running[1])
+        all_ready(pair)
+        assert copies[0].pid != old
+        assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected
 
-
-def test_a_lost_node_takes_its_requests_with_it_and_no_others(
-    nodes: Nodes, pair: mstar.Local, expected: list[str]
-) -> None:
-    copies, running = one_on_each(pair)
-    before = [copy.node for copy in copies]
-    lost = before.index(nodes.other.node_id)
-    os.kill(copies[lost].pid, signal.SIGSTOP)
-    nodes.lose()
-    assert "is gone" in dies(running[lost])
-    assert "".join(running[1 - lost])
-    assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected  # on the node that is left
-    nodes.replace()
-    all_ready(pair)
-    assert copies[lost].node == nodes.other.node_id
-    assert copies[1 - lost].node == before[1 - lost]
-    assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected
+    def test_a_lost_node_takes_its_requests_with_it_and_no_others(
+        self, nodes: Nodes, pair: mstar.Local, expected: list[str]
+    ) -> None:
+        copies, running = one_on_each(pair)
+        before = [copy.node for copy in copies]
+        lost = before.index(nodes.other.node_id)
+        os.kill(copies[lost].pid, signal.SIGSTOP)
+        nodes.lose()
+        assert "is gone" in dies(running[lost])
+        assert "".join(running[1 - lost])
+        assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected  # on the node that is left
+        nodes.replace()
+        all_ready(pair)
+        assert copies[lost].node == nodes.other.node_id
+        assert copies[1 - lost].node == before[1 - lost]
+        assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected
 
 
 def test_what_cannot_be_placed_is_told_and_leaves_nothing(nodes: Nodes, weights: str) -> None:

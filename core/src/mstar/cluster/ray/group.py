@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from mstar.spec.placement import ranks_of
 __all__ = ["Group"]
 
 _ASK_AGAIN_S = 0.2
+_ANSWER_S = 10.0
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +45,8 @@ class _Cluster:
         with self._lock:
             if not self._users and not ray.is_initialized():
                 try:
+                    if options.address != "auto":
+                        _answers(options.address)
                     ray.init(options.address, namespace=options.namespace, logging_level=logging.ERROR)
                 except Exception as error:  # of several kinds, by what is wrong
                     raise SetupError(
@@ -209,10 +213,17 @@ class Group:
             ray.kill(self._actors[rank], no_restart=self.ending)
 
 
-def _said(resources: dict[str, float]) -> str:
-    return ", ".join(
-        f"{name} {amount:g}" for name, amount in sorted(resources.items()) if not name.startswith(("node:", "object_"))
-    )
+def _said(resources: Mapping[str, float]) -> str:
+    """*resources* in words, without those that Ray makes for its own use."""
+    own = ("node:", "bundle_group_", "object_store_memory")
+    told = [(name, n) for name, n in sorted(resources.items()) if not name.startswith(own) and "_group_" not in name]
+    return ", ".join(f"{name} {n / 1e9:.1f} GB" if name == "memory" else f"{name} {n:g}" for name, n in told)
+
+
+def _answers(address: str) -> None:
+    """Ray waits for minutes for a head that does not answer, and then ends the process. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
 
 
 def _first_line(error: BaseException) -> str:
