@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -91,6 +92,7 @@ class Group:
         try:
             await asyncio.to_thread(_cluster.join, self.options)
             self._joined = True
+            _keep_sigterm()
             self.host = ray.util.get_node_ip_address()
             gpus = self._gpus()
             bundle = self._bundle(gpus)
@@ -211,6 +213,13 @@ class Group:
         """End the process of *rank*; Ray starts another unless all is ending."""
         with contextlib.suppress(RayError):  # it is dead already
             ray.kill(self._actors[rank], no_restart=self.ending)
+
+
+def _keep_sigterm() -> None:
+    """Ray's core has put a handler of its own before this process's: it calls that, and aborts the process three
+    seconds later, in the middle of a drain. Take it away again, where that can be done."""
+    if threading.current_thread() is threading.main_thread() and (ours := signal.getsignal(signal.SIGTERM)) is not None:
+        signal.signal(signal.SIGTERM, ours)
 
 
 def _said(resources: Mapping[str, float]) -> str:
