@@ -1,7 +1,7 @@
 """Replicas of M* behind Ray Serve, as many as the load asks for. Each is a whole server: all routes, streams, sockets.
 
     pip install 'mstar-core[ray]' mstar-demo
-    cd examples && serve run ray_serve:build model=smollm2
+    serve run --working-dir examples ray_serve:build model=smollm2
     curl http://127.0.0.1:8000/v1/models
 
 Words after ``build`` are fields of :class:`Arguments`. deploy/kuberay has the same for Kubernetes.
@@ -10,6 +10,7 @@ Words after ``build`` are fields of :class:`Arguments`. deploy/kuberay has the s
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,8 +49,9 @@ class Replica:
                 raise RuntimeError(f"{key}: {service.phase.detail}")
 
 
-def build(arguments: Arguments) -> serve.Application:
-    """The application that `serve run` and RayService start."""
+def build(words: Mapping[str, Any]) -> serve.Application:
+    """The application that `serve run` and RayService start. *words*: what makes :class:`Arguments`."""
+    arguments = Arguments.model_validate(words)
 
     def make() -> FastAPI:
         """Runs in each replica, which then waits for the model."""

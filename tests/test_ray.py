@@ -281,7 +281,7 @@ def test_replicas_of_ray_serve_are_whole_servers(
     with joined(nodes.address):
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
-            serve.run(build.build(build.Arguments(model="tiny-llama", weights=weights, max_replicas=2)))
+            serve.run(build.build({"model": "tiny-llama", "weights": weights, "max_replicas": "2"}))
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
                 assert http.get("/health/ready").status_code == 200
                 body = {"model": "tiny-llama", "messages": [{"role": "user", "content": PROMPTS[0]}], **KNOBS}
