@@ -32,7 +32,11 @@ if sys.platform != "linux":
 import ray
 from ray.cluster_utils import Cluster
 
+from mstar.cluster.base import WorkerConfig
+from mstar.cluster.ray.actor import Where
 from mstar.cluster.ray.group import Group
+from mstar.cluster.ray.remote import RemoteWorker
+from mstar.spec.deployment import merge_deployment
 
 ROOT = Path(__file__).parent.parent
 STORE = 80 << 20
@@ -294,6 +298,25 @@ def test_replicas_of_ray_serve_are_whole_servers(
         finally:
             serve.shutdown()
     nodes.assert_free()
+
+
+async def test_a_node_with_another_version_is_refused() -> None:
+    class Elsewhere:
+        async def where(self, rank: int, folder: str) -> Where:
+            return Where(pid=1, version="0.0.0", node="n", host="10.0.0.9", sees=False)
+
+        async def age(self, rank: int) -> float:
+            return 0.0
+
+    said: list[Any] = []
+    group: Any = Elsewhere()
+    deployment = merge_deployment("tiny-llama", {"executor": "ray"})
+    config = WorkerConfig(key="tiny-llama", weights=None, deployment=deployment)
+    worker = RemoteWorker(group, config, ("no:worker", "no:registry"), 1.0, said.extend, None)
+    await worker.exited.wait()
+    assert (said[-1].setup, said[-1].message.startswith("rank 0: there is M* 0.0.0 on 10.0.0.9")) == (True, True)
+    assert await worker.reap(0.0) == said[-1].message.removeprefix("rank 0: ")
+    await worker.stop(0.0)
 
 
 def test_a_cluster_that_is_not_there_is_told(weights: str) -> None:

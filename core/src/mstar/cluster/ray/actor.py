@@ -12,6 +12,7 @@ import psutil
 import ray
 import zmq
 
+import mstar
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.child import SocketChannel, work
 from mstar.cluster.launch import Job, decode_job
@@ -28,9 +29,11 @@ TOGETHER, APART = "together", "apart"
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an actor runs. *host*: address of its node. *sees*: the folder that was asked about is there."""
+    """Where an actor runs. *host*: address of its node. *sees*: the folder that was asked about is there. *version*: of
+    its M*."""
 
     pid: int
+    version: str
     node: str
     host: str
     sees: bool
@@ -53,6 +56,7 @@ class RayWorker:
         """A :class:`Where` in JSON. *folder*: of shared memory on the executor's node."""
         found = Where(
             pid=os.getpid(),
+            version=mstar.__version__,
             node=ray.get_runtime_context().get_node_id(),
             host=ray.util.get_node_ip_address(),
             sees=os.access(folder, os.R_OK | os.W_OK | os.X_OK),
@@ -85,7 +89,7 @@ class RayWorker:
             job = msgspec.structs.replace(job, link=f"tcp://{_in_url(ray.util.get_node_ip_address())}")
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            status = work(job, SocketChannel(context, job), self._pulse, _with_weights)
+            status = work(job, SocketChannel(context, job), self._pulse, _at_home)
         finally:
             context.destroy(linger=1000)
             if arena is not None:
@@ -94,13 +98,17 @@ class RayWorker:
             os._exit(status)
 
 
-def _with_weights(config: WorkerConfig, registry: Any) -> WorkerConfig:
-    """*config* with the weights' folder on this machine: the executor's, if it is shared, else fetched here."""
+def _at_home(config: WorkerConfig, registry: Any) -> WorkerConfig:
+    """*config* with folders of this machine: the executor's where they are shared, else its own. Weights are fetched
+    then."""
+    settings = Settings.from_env(os.environ)
+    if config.cache is not None and not Path(config.cache).is_dir():
+        config = msgspec.structs.replace(config, cache=str(settings.cache))
     if config.weights is None or Path(config.weights).is_dir():
         return config
-    spec, settings = registry.model(config.key), Settings.from_env(os.environ)
+    spec = registry.model(config.key)
     found = resolve_weights(spec, config.deployment.weights, registry.weight_source, SourceContext.of(settings))
-    return msgspec.structs.replace(config, weights=None if found is None else str(found), cache=str(settings.cache))
+    return msgspec.structs.replace(config, weights=None if found is None else str(found))
 
 
 def _in_url(host: str) -> str:

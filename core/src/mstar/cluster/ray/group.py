@@ -68,6 +68,11 @@ class _Cluster:
 _cluster = _Cluster()
 
 
+def _leave_after(joined: asyncio.Future[None]) -> None:
+    if joined.exception() is None:
+        _cluster.leave()
+
+
 class Group:
     """One actor for each rank of *config*'s layout, each in a bundle of one placement group. Ray starts actors again
     that have died, on another node when theirs is lost.
@@ -90,8 +95,7 @@ class Group:
         :param waits: takes what is waited for.
         """
         try:
-            await asyncio.to_thread(_cluster.join, self.options)
-            self._joined = True
+            await self._join()
             _keep_sigterm()
             self.host = ray.util.get_node_ip_address()
             gpus = self._gpus()
@@ -106,6 +110,15 @@ class Group:
         except BaseException:
             await self.close()
             raise
+
+    async def _join(self) -> None:
+        joining = asyncio.ensure_future(asyncio.to_thread(_cluster.join, self.options))
+        try:
+            await asyncio.shield(joining)
+        except asyncio.CancelledError:  # the thread goes on
+            joining.add_done_callback(_leave_after)
+            raise
+        self._joined = True
 
     async def close(self) -> None:
         """End the actors, give their places back, leave the cluster."""

@@ -21,13 +21,14 @@ from typing import Any
 import zmq
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+import mstar
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.connection import Attached, Connection, encrypt, open_socket
 from mstar.cluster.launch import Job, encode_job
 from mstar.cluster.ray.actor import Where
 from mstar.cluster.ray.group import Group
 from mstar.cluster.shm import Arena
-from mstar.cluster.transport import Command, PhaseReport, Report, Stop
+from mstar.cluster.transport import Command, PhaseReport, Report, Stop, WorkerFailed
 from mstar.log_format import log_format
 
 __all__ = ["RemoteWorker"]
@@ -73,8 +74,12 @@ class RemoteWorker(Attached):
         rank = self._config.rank
         self._deliver([PhaseReport(phase=Phase(name="starting", detail="waiting for Ray to start the worker"))])
         try:
-            self._where = await self._group.where(rank, str(self._arena.path))
-            job = self._connect(self._where)
+            self._where = where = await self._group.where(rank, str(self._arena.path))
+            if where.version != mstar.__version__:
+                self._end = f"there is M* {where.version} on {where.host}, and {mstar.__version__} here"
+                self._deliver([WorkerFailed(message=f"rank {rank}: {self._end}", setup=True)])
+                return
+            job = self._connect(where)
             await self._group.run(rank, encode_job(job))
             self._end = "it was ended"
         except Exception as error:
