@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from mstar import hookspecs, settings
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
-from mstar.spec.deployment import Deployment, EngineOptions, SchedulerOptions
+from mstar.spec.deployment import Deployment, EngineOptions, RayOptions, SchedulerOptions
 from mstar.spec.fields import describe_fields
 from mstar.spec.model import ModelSpec
 from mstar_server.observe.catalog import CATALOG, REASONS
@@ -126,8 +126,8 @@ def _options(spec: ModelSpec) -> str:
 
 
 def deployment() -> str:
-    """The deployment file, and its two sections."""
-    sections = ((Deployment, ""), (EngineOptions, "engine"), (SchedulerOptions, "scheduler"))
+    """The deployment file, and its sections."""
+    sections = ((Deployment, ""), (EngineOptions, "engine"), (SchedulerOptions, "scheduler"), (RayOptions, "ray"))
     return "\n\n".join(
         f"## {f'`{name}`' if name else 'Keys'}\n\n{markdown(inspect.getdoc(model) or '')}\n\n{fields(model)}"
         for model, name in sections

@@ -95,6 +95,26 @@ def test_the_deployment_file_of_the_quickstart_is_valid() -> None:
     assert deployment.resources["kv"] == {"tokens": 16384}
 
 
+def test_the_deployment_files_of_the_ray_and_deploy_pages_are_valid() -> None:
+    (text,) = blocks("docs/ray.md", "yaml")
+    deployment = merge_deployment("whisper_base", yaml.safe_load(text))
+    assert (deployment.executor, deployment.ray.cpus, deployment.replicas) == ("ray", 4, 2)
+    (text,) = blocks("docs/deploy.md", "yaml")
+    values = yaml.safe_load(text)
+    assert values.keys() <= yaml.safe_load((ROOT / "deploy/helm/mstar/values.yaml").read_text(encoding="utf-8")).keys()
+    for model, keys in values["deployments"].items():
+        assert model in values["models"]
+        merge_deployment(model, keys)
+
+
+def test_the_sizing_page_multiplies_right() -> None:
+    text = (ROOT / "docs/sizing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for layers, heads, size, number, told in rows:
+        assert int(layers) * int(heads) * int(size) * 2 * int(number) == int(told.replace(",", ""))
+
+
 def test_the_model_of_the_nodes_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = blocks("docs/nodes.md", "python")
     (tmp_path / "nodes_page.py").write_text(source, encoding="utf-8")

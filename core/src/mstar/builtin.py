@@ -46,7 +46,11 @@ def mstar_schedulers() -> dict[str, str]:
 
 @hookimpl
 def mstar_executors() -> dict[str, str]:
-    return {"inline": "mstar.cluster.inline:InlineExecutor", "processes": "mstar.cluster.choice:processes"}
+    return {
+        "inline": "mstar.cluster.inline:InlineExecutor",
+        "processes": "mstar.cluster.choice:processes",
+        "ray": "mstar.cluster.ray.choice:ray_actors",
+    }
 
 
 @hookimpl

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
         (["serve", "--device=cp"], ["--device=cpu"]),
         (["serve", "--device", "=", "cpu", "--dev"], []),
         (["serve", "--dtype", "b"], ["bfloat16"]),
-        (["serve", "--executor", ""], ["inline", "processes"]),
+        (["serve", "--executor", ""], ["inline", "processes", "ray"]),
         (["run", "toy-chat", "--set", "top_"], ["top_p=", "top_k="]),
         (["run", "toy-chat", "--set", "top_p", "=", "1", "--set", "top_k"], ["top_k="]),
         (["run", "toy-chat", "--set", "top_p", "=", "1", "--se"], ["--set"]),

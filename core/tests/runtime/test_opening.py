@@ -203,7 +203,11 @@ def test_a_repeated_key_of_the_packages_own_file_is_refused(tmp_path: Path, monk
     ("options", "file", "message"),
     [
         ({"executor": "inlin"}, "", "options given: executor: there is no executor 'inlin'; did you mean 'inline'?"),
-        ({}, "executor: nosuch", "{file}:1: executor: there is no executor 'nosuch'; there are: inline, processes"),
+        (
+            {},
+            "executor: nosuch",
+            "{file}:1: executor: there is no executor 'nosuch'; there are: inline, processes, ray",
+        ),
         (
             {},
             "scheduler:\n  policy: defaul",

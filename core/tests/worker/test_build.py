@@ -51,6 +51,23 @@ def test_a_machine_without_memory_is_told_the_numbers(key: str, monkeypatch: pyt
         Driver(miniature(key))
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_takes_the_gpu_of_its_number_unless_it_sees_one_only(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    deployment = merge_deployment("mini_chat", {"replicas": 2, "placement": {"lm": 0, "codec": 1}, "device": "cuda"})
+    config = WorkerConfig(key="mini_chat", weights=None, deployment=deployment, rank=1, replica=1, own_device=own)
+    assert build.rank_device(config) == (torch.device("cuda") if own else torch.device("cuda", 3))
+
+
+def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_memory", lambda device: 1200)
+    deployment = merge_deployment("mini_chat", {"replicas": 2, "placement": {"lm": 0, "codec": 1}})
+    for sharing, part in ((None, 300), (1, 1200), (3, 400)):
+        config = WorkerConfig(key="mini_chat", weights=None, deployment=deployment, sharing=sharing)
+        assert build._free(config, torch.device("cpu"), {}) == part
+
+
 def test_a_rank_works_on_the_device_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
 

@@ -30,7 +30,7 @@ from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.state import ServerState
 
-__all__ = ["bind", "serve", "serve_async"]
+__all__ = ["bind", "serve", "serve_async", "start_all", "stop_all"]
 
 log = logging.getLogger("mstar.server")
 
@@ -98,7 +98,7 @@ async def serve_async(
     server = _Server(_uvicorn_config(app, options))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    starting = asyncio.create_task(_start_all(services))
+    starting = asyncio.create_task(start_all(services))
     telling = asyncio.create_task(_tell_phases(app.state.mstar.resident))
     stopping = asyncio.create_task(server.stop_asked.wait())
     try:
@@ -115,7 +115,7 @@ async def serve_async(
             task.cancel()
         await asyncio.gather(starting, stopping, telling, return_exceptions=True)
         try:
-            await _stop_all(services)
+            await stop_all(services)
         finally:
             server.should_exit = True
             await serving
@@ -143,7 +143,7 @@ def bind(options: ServerOptions) -> socket.socket:
     return listener
 
 
-async def _start_all(services: Mapping[str, Service]) -> None:
+async def start_all(services: Mapping[str, Service]) -> None:
     """Start every model; the first that fails ends the start."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -189,7 +189,8 @@ async def _drain(app: FastAPI, services: Mapping[str, Service], server: _Server,
         await asyncio.gather(draining, hurried, return_exceptions=True)
 
 
-async def _stop_all(services: Mapping[str, Service]) -> None:
+async def stop_all(services: Mapping[str, Service]) -> None:
+    """Stop every model, whatever becomes of the others; then raise what the first that failed raised."""
     results = await asyncio.gather(*(service.stop() for service in services.values()), return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -82,7 +82,7 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument(
         "--port", type=port, default=8000, help="port to listen on, 0 = any free one (default: %(default)s)"
     )
-    parser.add_argument("--executor", help="how workers are started: processes (default), inline, or a plugin's")
+    parser.add_argument("--executor", help="how workers are started: processes (default), inline, ray, or a plugin's")
     parser.add_argument("--max-concurrent", type=positive, metavar="N", help="requests that run at once; others wait")
     parser.add_argument(
         "--request-timeout",

@@ -36,7 +36,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     :param trace_plugins: print every hook call on standard error.
     :param cache: folder for what a worker may keep for its next start; ``None``: it keeps nothing there.
     :param rank: which of the layout's ranks it is. :param replica: of which copy of the layout.
-    :param meeting: folder in which the processes of a mesh find each other; ``None`` where there is no mesh.
+    :param meeting: folder in which the processes of a mesh find each other, or ``tcp://HOST:PORT`` of one of them;
+        ``None`` where there is no mesh.
+    :param own_device: the process sees the GPU of its rank and no other.
+    :param sharing: how many processes of the deployment share its machine; ``None``: all of them.
     """
 
     key: str
@@ -51,6 +54,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     replica: int = 0
     meeting: str | None = None
+    own_device: bool = False
+    sharing: int | None = None
 
 
 class Executor(abc.ABC):

@@ -8,20 +8,22 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import zmq
 
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.cluster.launch import BEAT, Start, decode_start, open_socket
+from mstar.cluster.connection import encrypt_for, open_socket
+from mstar.cluster.launch import BEAT, Job, Start, decode_job
 from mstar.cluster.links import RankLink
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import (
     Codec,
     Command,
     LinkBroken,
+    LinkEnd,
     LinkRank,
     PhaseReport,
     RankFacts,
@@ -38,7 +40,7 @@ from mstar.spec.request import Cancel, Emit, Failed
 if TYPE_CHECKING:
     from mstar.registry import Registry
 
-__all__ = ["build_registry", "main"]
+__all__ = ["SocketChannel", "build_registry", "main", "work"]
 
 _GOODBYE_S = 5.0
 _log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ def build_registry(config: WorkerConfig) -> Registry:
 
 def main(line: bytes) -> NoReturn:
     """Run a worker as *line* (a :class:`~mstar.cluster.launch.Start` in JSON) says, then end the process."""
-    start = decode_start(line)
+    start = decode_job(line, Start)
     os.set_inheritable(start.beats, False)
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the executor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -75,25 +77,39 @@ def main(line: bytes) -> NoReturn:
     threading.Thread(target=_watch_parent, args=(start.folder,), name="parent-watch", daemon=True).start()
     threading.Thread(target=_beat, args=(start.beats, start.beat_s, pulse), name="heartbeat", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    channel = _SocketChannel(context, start)
-    status = _work(start, channel, pulse)
+    channel = SocketChannel(context, start)
+    status = work(start, channel, pulse)
     context.destroy(linger=1000)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # no interpreter shutdown: libraries' exit handlers may take seconds, and nothing needs them
 
 
-def _work(start: Start, channel: _SocketChannel, pulse: Pulse) -> int:
-    """Build the worker and drive it until the end; returns the exit status."""
-    key = start.config.key
+def _as_it_is(config: WorkerConfig, registry: Any) -> WorkerConfig:
+    del registry
+    return config
+
+
+def work(
+    job: Job,
+    channel: SocketChannel,
+    pulse: Pulse,
+    settle: Callable[[WorkerConfig, Any], WorkerConfig] = _as_it_is,
+) -> int:
+    """Build the worker and drive it until the end; returns the exit status.
+
+    :param settle: makes the worker's configuration fit the machine that it runs on, given the registry.
+    """
+    key = job.config.key
     worker: Steppable | None = None
     try:
-        registry: Any = load_object(start.registry_factory)(start.config)
-        made: Any = load_object(start.worker_factory)(start.config, registry, channel.report_phase)
+        registry: Any = load_object(job.registry_factory)(job.config)
+        config = settle(job.config, registry)
+        made: Any = load_object(job.worker_factory)(config, registry, channel.report_phase)
         worker = channel.worker = made
-        if start.link is not None:
-            made.answer = channel.await_rank_0(start.link)
-            channel.send([RankFacts(facts=made.facts())])
+        if job.link is not None:
+            made.answer, end = channel.await_rank_0(job.link)
+            channel.send([RankFacts(at=end, facts=made.facts())])
         channel.report_phase(Phase(name="ready"))
         run_worker(worker, channel, pulse)
         worker.close()
@@ -127,14 +143,16 @@ def _beat(fd: int, every_s: float, pulse: Pulse) -> None:
         pause.wait(every_s)
 
 
-class _SocketChannel:
-    """The worker's end of the socket."""
+class SocketChannel:
+    """The worker's end of the socket that *job* tells of."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: Start):
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], job: Job):
         self.worker: Steppable | None = None
-        self._codec: Codec[Command] = Codec(Command, Arena(Path(start.folder)))
+        self._codec: Codec[Command] = Codec(Command, None if job.folder is None else Arena(Path(job.folder)))
         self._socket = open_socket(context)
-        self._socket.connect(start.address)
+        if job.server_key:
+            encrypt_for(self._socket, job.server_key)
+        self._socket.connect(job.address)
         self._context = context
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -169,15 +187,15 @@ class _SocketChannel:
             before.close()
         if isinstance(command, UnlinkRank):
             return command
-        link = RankLink.to(self._context, command.address, Path(command.folder))
+        link = RankLink.to(self._context, command.at)
         self._add_link(command.rank, link)
         return Linked(command.rank, link, command.facts)
 
-    def await_rank_0(self, folder: str) -> Any:
-        """Open this rank's end of its link. Returns what sends to rank 0."""
-        link = RankLink.at(self._context, Path(folder))
+    def await_rank_0(self, place: str) -> tuple[Any, LinkEnd]:
+        """Open this rank's end of its link at *place*. Returns what sends to rank 0, and where that finds it."""
+        link, end = RankLink.at(self._context, place)
         self._add_link(0, link)
-        return link.send
+        return link.send, end
 
     def _add_link(self, rank: int, link: RankLink) -> None:
         self._links[rank] = link

@@ -10,21 +10,21 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 
 from mstar.cluster.base import WorkerConfig
+from mstar.cluster.connection import Attached, Connection, open_socket
 from mstar.cluster.shm import Arena
-from mstar.cluster.transport import Codec, Command, Report, Stop
+from mstar.cluster.transport import Command, Report, Stop
 from mstar.log_format import LogFormat, log_format
 from mstar.settings import LIBRARIES
 from mstar.spec.deployment import Deployment
-from mstar.spec.request import EngineRequest, Push
 
-__all__ = ["BEAT", "Child", "Start", "decode_start", "launch", "open_socket"]
+__all__ = ["BEAT", "Child", "Job", "Start", "decode_job", "encode_job", "launch", "worker_environment"]
 
 BEAT = struct.Struct("d")
 """One heartbeat: seconds that the current step has run."""
@@ -35,29 +35,40 @@ _BOOT = (
     "import json, sys; line = sys.stdin.buffer.readline(); sys.path[:] = json.loads(line)['path']; "
     "from mstar.cluster.child import main; main(line)"
 )
-_FRAMES_A_TURN = 64
 _log = logging.getLogger(__name__)
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """The line of JSON that a child reads first.
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is to run, and how it reaches its executor. Travels as JSON.
 
-    :param path: import path. :param folder: the :class:`~mstar.cluster.shm.Arena`. :param beats: file descriptor of the
-        heartbeat pipe. :param beat_s: seconds between heartbeats. :param log_level: of the parent's root logger.
-        :param log_form: of its lines. :param link: folder of the link to rank 0, for other ranks.
+    :param address: of the executor's end of the socket. :param server_key: its public key, where what passes is
+        encrypted. :param folder: the :class:`~mstar.cluster.shm.Arena`; ``None`` where the worker does not see it.
+    :param log_level: of the executor's root logger. :param log_form: of its lines.
+    :param link: for ranks other than 0: where to wait for rank 0, a folder that both see or ``tcp://HOST``.
     """
 
-    path: list[str]
     config: WorkerConfig
     worker_factory: str
     registry_factory: str
     address: str
-    folder: str
-    beats: int
-    beat_s: float
+    server_key: str = ""
+    folder: str | None
     log_level: int
     log_form: LogFormat = "text"
     link: str | None = None
+
+
+class Start(Job, frozen=True, kw_only=True):
+    """The line that a child reads first.
+
+    :param path: import path. :param folder: never ``None``. :param beats: file descriptor of the heartbeat pipe.
+    :param beat_s: seconds between heartbeats.
+    """
+
+    path: list[str]
+    folder: str
+    beats: int
+    beat_s: float
 
 
 def _encode_deployment(value: Any) -> Any:
@@ -72,17 +83,17 @@ def _decode_deployment(kind: type, value: Any) -> Any:
     raise TypeError(f"a {kind.__name__} cannot be part of a worker's configuration")
 
 
-def decode_start(line: bytes) -> Start:
-    """The child's side of :func:`launch`'s first line."""
-    return msgspec.json.decode(line, type=Start, dec_hook=_decode_deployment)
+J = TypeVar("J", bound=Job)
 
 
-def open_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """One end of the connection. Queues are unbounded: acks and the worker's bounded queue limit what is in flight."""
-    socket = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.LINGER, 1000)
-    return socket
+def encode_job(job: Job) -> bytes:
+    """*job* as one line."""
+    return msgspec.json.encode(job, enc_hook=_encode_deployment)
+
+
+def decode_job(line: bytes, kind: type[J]) -> J:
+    """What :func:`encode_job` made of a *kind*."""
+    return msgspec.json.decode(line, type=kind, dec_hook=_decode_deployment)
 
 
 def launch(
@@ -122,7 +133,7 @@ def launch(
             [sys.executable, "-c", _BOOT, "mstar-worker", config.key, *([f"rank-{config.rank}"] if link else [])],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
-            env=_environment(config),
+            env=worker_environment(config.deployment.engine.threads, os.environ),
         )
         child = Child(process, arena, context, socket, reader, deliver)
     except BaseException:
@@ -132,7 +143,7 @@ def launch(
         raise
     finally:
         os.close(writer)
-    child.write_line(msgspec.json.encode(start, enc_hook=_encode_deployment))
+    child.write_line(encode_job(start))
     return child
 
 
@@ -144,25 +155,21 @@ for a thread that was preempted while it spun: a token took 980 ms instead of 31
 an idle machine this one costs 2 to 6 % of a step (benchmarks/NOTES.md)."""
 
 
-def _environment(config: WorkerConfig) -> dict[str, str]:
-    """The child's environment: ours, with a bound on OpenMP's spinning unless the operator has set one, no plugins of
-    the libraries, and the deployment's thread count where OpenMP and MKL look for it."""
-    threads = config.deployment.engine.threads
-    waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": _SPINS}
+def worker_environment(threads: int | None, inherited: Mapping[str, str]) -> dict[str, str]:
+    """A worker's environment: the one *inherited*, with a bound on OpenMP's spinning unless the operator has set one,
+    no plugins of the libraries, and the number of *threads* where OpenMP and MKL look for it."""
+    waiting = {} if "OMP_WAIT_POLICY" in inherited else {"GOMP_SPINCOUNT": _SPINS}
     return {
         **waiting,
         **LIBRARIES,
-        **os.environ,
+        **inherited,
         **({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)} if threads else {}),
     }
 
 
-class Child:
-    """A worker process. Made by :func:`launch`; ended, with all that belongs to it, by :meth:`stop`.
-
-    :ivar exited: set when the process has closed its heartbeat pipe, which it does by ending.
-    :ivar step_age: seconds that its current step had run at the last heartbeat.
-    """
+class Child(Attached):
+    """A worker process. Made by :func:`launch`. Has exited when it has closed its heartbeat pipe, which it does by
+    ending."""
 
     def __init__(
         self,
@@ -175,14 +182,12 @@ class Child:
     ):
         self.process, self.step_age = process, 0.0
         self.exited = asyncio.Event()
-        self._arena, self._context, self._socket, self._beats, self._deliver = arena, context, socket, beats, deliver
-        self._codec: Codec[Report] = Codec(Report, arena)
+        self._arena, self._context, self._beats = arena, context, beats
+        self._connection = Connection(socket, arena, deliver, self._unreadable)
         self._loop = asyncio.get_running_loop()
         self._last_beat = time.monotonic()
-        self._fd = int(socket.getsockopt(zmq.FD))
         self._open = True
         os.set_blocking(beats, False)
-        self._loop.add_reader(self._fd, self._read_reports)
         self._loop.add_reader(beats, self.read_beats)
 
     def write_line(self, line: bytes) -> None:
@@ -194,54 +199,24 @@ class Child:
         except BrokenPipeError:
             pass  # it has ended already, which `exited` will say
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def send(self, commands: list[Command]) -> list[tuple[str, str]]:
-        """Send *commands* as one message. Returns those that cannot be: request and reason."""
-        try:
-            self._send_frame(self._codec.encode(commands))
-            return []
-        except TypeError:
-            return self._send_singly(commands)
+        return self._connection.send(commands)
 
-    def _send_singly(self, commands: list[Command]) -> list[tuple[str, str]]:
-        """One command a frame, so that the one that does not encode fails alone."""
-        faults: list[tuple[str, str]] = []
-        for command in commands:
-            try:
-                self._send_frame(self._codec.encode([command]))
-            except TypeError as error:
-                assert isinstance(command, EngineRequest | Push)  # the others hold no foreign data
-                faults.append((command.id, str(error)))
-        return faults
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
-    def _send_frame(self, frame: bytes) -> None:
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            self._codec.discard()  # no peer any more: `exited` will say so
-        # Sending may consume the descriptor's edge that announces a message.
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._read_reports)
+    def kill(self) -> None:
+        self.process.kill()
 
-    def _read_reports(self) -> None:
-        """Deliver what has come. The descriptor is edge-triggered: read all, in this turn or the next."""
-        for _ in range(_FRAMES_A_TURN):
-            if not self._open:
-                return  # closed by what was just delivered
-            try:
-                frame: bytes = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                reports = self._codec.decode(frame)
-            except Exception:  # a shared buffer was removed by someone else, say: its request would wait for ever
-                _log.exception("a message of worker process %d cannot be read: it is ended", self.process.pid)
-                self.process.kill()
-                return
-            self._deliver(reports)
-        self._loop.call_soon(self._read_reports)
+    def _unreadable(self) -> None:
+        _log.exception("a message of worker process %d cannot be read: it is ended", self.process.pid)
+        self.process.kill()
 
     def read_beats(self) -> None:
-        """Take the heartbeats that have come."""
         if not self._open:
             return
         try:
@@ -256,18 +231,16 @@ class Child:
             self.exited.set()
 
     def silence(self) -> float:
-        """Seconds since the last heartbeat."""
         return time.monotonic() - self._last_beat
 
     def dismiss(self) -> None:
-        """Let a child go that has said why it ends: it waits for our end of its standard input to close."""
+        # it waits for our end of its standard input to close
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     async def reap(self, grace: float) -> str:
-        """Wait up to *grace* seconds for the process to end, then kill it. Returns how it ended, in words."""
         deadline = time.monotonic() + grace
-        while self.process.poll() is None and time.monotonic() < deadline:
+        while self.alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         if self.process.poll() is None:
             self.process.kill()
@@ -275,15 +248,13 @@ class Child:
         return _describe_exit(self.process.returncode)
 
     async def stop(self, grace: float) -> None:
-        """End the process, by :class:`~mstar.cluster.transport.Stop` if that takes less than *grace* seconds, and free
-        the sockets, the pipe and the folder."""
         if not self._open:
             return
         if grace > 0 and self.process.poll() is None:
-            self._send_frame(self._codec.encode([Stop()]))
+            self.send([Stop()])
         await self.reap(grace)
         self._open = False
-        self._loop.remove_reader(self._fd)
+        self._connection.close()
         self._loop.remove_reader(self._beats)
         os.close(self._beats)
         self.dismiss()

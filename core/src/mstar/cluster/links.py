@@ -1,4 +1,5 @@
-"""The way between rank 0 and another rank: a socket for messages, and a folder of shared memory for large values."""
+"""The way between rank 0 and another rank: a socket for messages and, on one machine, a folder of shared memory for
+large values."""
 
 from __future__ import annotations
 
@@ -10,19 +11,14 @@ from typing import Any
 
 import zmq
 
-from mstar.cluster.launch import open_socket
+from mstar.cluster.connection import encrypt, encrypt_for, open_socket
 from mstar.cluster.shm import Arena
-from mstar.cluster.transport import Codec
+from mstar.cluster.transport import Codec, LinkEnd
 from mstar.worker.messages import FromRank, ToRank
 
-__all__ = ["RankLink", "link_address"]
+__all__ = ["RankLink"]
 
 _log = logging.getLogger(__name__)
-
-
-def link_address(folder: Path) -> str:
-    """Where the two ends of the link in *folder* meet."""
-    return f"ipc://{folder / 'link'}"
 
 
 class RankLink:
@@ -37,18 +33,27 @@ class RankLink:
         self._dead = False
 
     @classmethod
-    def at(cls, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> RankLink:
-        """The end of a rank other than 0, which is there first."""
+    def at(cls, context: zmq.Context[zmq.Socket[bytes]], place: str) -> tuple[RankLink, LinkEnd]:
+        """The end of a rank other than 0, which is there first. *place*: a folder that both ends see, or ``tcp://HOST``:
+        then at any free port of it, encrypted. Also returns what rank 0 needs to know of it."""
         socket = open_socket(context)
-        socket.bind(link_address(folder))
-        return cls(socket, Codec(ToRank, Arena(folder, end="f")))
+        if place.startswith("tcp://"):
+            key = encrypt(socket)
+            end = LinkEnd(address=f"{place}:{socket.bind_to_random_port(place)}", folder=None, server_key=key)
+            return cls(socket, Codec(ToRank)), end
+        folder = Path(place)
+        end = LinkEnd(address=f"ipc://{folder / 'link'}", folder=place)
+        socket.bind(end.address)
+        return cls(socket, Codec(ToRank, Arena(folder, end="f"))), end
 
     @classmethod
-    def to(cls, context: zmq.Context[zmq.Socket[bytes]], address: str, folder: Path) -> RankLink:
+    def to(cls, context: zmq.Context[zmq.Socket[bytes]], end: LinkEnd) -> RankLink:
         """The end of rank 0."""
         socket = open_socket(context)
-        socket.connect(address)
-        return cls(socket, Codec(FromRank, Arena(folder, end="l")))
+        if end.server_key:
+            encrypt_for(socket, end.server_key)
+        socket.connect(end.address)
+        return cls(socket, Codec(FromRank, None if end.folder is None else Arena(Path(end.folder), end="l")))
 
     def send(self, messages: Sequence[Any]) -> None:
         """Send *messages* as one frame; dropped when nobody is there any more, which the executor finds out."""

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.cluster.launch import Child, launch
+from mstar.cluster.connection import Attached
+from mstar.cluster.launch import launch
 from mstar.cluster.single import SingleWorkerExecutor
 from mstar.cluster.transport import Command, Report, WorkerFailed
 from mstar.spec.errors import FaultFound, SetupError
@@ -67,14 +68,14 @@ class ProcessesExecutor(SingleWorkerExecutor):
         self.restart_delay_s, self.stop_grace_s = restart_delay_s, stop_grace_s
         self._tick_s = min(1.0, silence_limit_s / 4, step_limit_s / 4)
         self._failures = 0  # in a row
-        self._child: Child | None = None
+        self._child: Attached | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._last_words = ""
 
     @property
     def pid(self) -> int | None:
         """The worker's process id, ``None`` while there is none."""
-        return self._child.process.pid if self._child is not None else None
+        return self._child.pid if self._child is not None else None
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -112,13 +113,23 @@ class ProcessesExecutor(SingleWorkerExecutor):
         if self._child is not None:
             self._child.dismiss()
 
+    def _attach(
+        self,
+        config: WorkerConfig,
+        factory: str,
+        deliver: Callable[[Sequence[Report]], None],
+        link: str | None = None,
+    ) -> Attached:
+        """Start the worker of *config*. *link*: see :class:`~mstar.cluster.launch.Job`."""
+        return launch(config, factory, self.registry_factory, self._tick_s, deliver, link)
+
     async def _launch(self) -> None:
         """Start a child and wait until it is ready. Raises SetupError, and then leaves nothing behind."""
         self._last_words = ""
         self._set_phase(Phase(name="starting"))
         ready = self._ready = self._event_loop.create_future()
         try:
-            child = launch(self.config, self.worker_factory, self.registry_factory, self._tick_s, self._receive)
+            child = self._attach(self.config, self.worker_factory, self._receive)
         except OSError as error:  # no memory, no descriptors, no space: may pass, so a restart tries again
             raise SetupError(f"the worker process of {self.config.key!r} cannot be started: {error}") from error
         self._child = child
@@ -162,20 +173,20 @@ class ProcessesExecutor(SingleWorkerExecutor):
                 _log.error("the worker of %r could not be restarted: %s", self.config.key, error)
                 self._set_phase(Phase(name="failed", detail=str(error)))
 
-    async def _wait_dead(self, child: Child) -> str:
+    async def _wait_dead(self, child: Attached) -> str:
         """Returns why *child* is dead, once it is. A child that hangs is killed."""
         while True:
             try:
                 await asyncio.wait_for(child.exited.wait(), self._tick_s)
             except TimeoutError:
                 hang = self._hang(child)
-                if hang is None and child.process.poll() is None:
+                if hang is None and child.alive():
                     continue
                 return hang or await child.reap(0.0)
             # Its pipe is closed; the process follows in a moment.
             return await child.reap(self.stop_grace_s)
 
-    def _hang(self, child: Child) -> str | None:
+    def _hang(self, child: Attached) -> str | None:
         child.read_beats()  # what came while this loop was busy itself
         silence, step_age = child.silence(), child.step_age
         if silence > self.silence_limit_s:

@@ -24,8 +24,7 @@ from typing import Any
 import msgspec
 
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.cluster.launch import Child, launch
-from mstar.cluster.links import link_address
+from mstar.cluster.connection import Attached
 from mstar.cluster.processes import LONGEST_DELAY_S, STABLE_S, ProcessesExecutor
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import (
@@ -53,8 +52,8 @@ class _Rank:
 
     def __init__(self, number: int, link: Arena | None):
         self.number, self.link = number, link
-        self.child: Child | None = None
-        self.facts: dict[str, Any] = {}
+        self.child: Attached | None = None
+        self.facts: RankFacts | None = None
         self.ready = asyncio.Event()
         self.last_words: WorkerFailed | None = None
         self.began = time.monotonic()
@@ -92,7 +91,7 @@ class RanksExecutor(ProcessesExecutor):
     @property
     def pids(self) -> dict[int, int]:
         """Rank → process id, of those that live."""
-        return {n: rank.child.process.pid for n, rank in self._ranks.items() if rank.child is not None}
+        return {n: pid for n, rank in self._ranks.items() if rank.child and (pid := rank.child.pid) is not None}
 
     async def status(self) -> Mapping[str, Any]:
         """Rank 0's status, with that of the others under ``ranks``."""
@@ -179,14 +178,18 @@ class RanksExecutor(ProcessesExecutor):
         return str(place)
 
     def _start_rank(self, number: int, meeting: str | None) -> _Rank:
-        link = Arena.create() if number else None
+        link = self._make_link(number)
         rank = self._ranks[number] = _Rank(number, link)
         config = msgspec.structs.replace(self.config, rank=number, meeting=meeting)
         factory = self.follower_factory if number else self.worker_factory
         deliver = partial(self._receive_of, rank)
         path = None if link is None else str(link.path)
-        rank.child = launch(config, factory, self.registry_factory, self._tick_s, deliver, path)
+        rank.child = self._attach(config, factory, deliver, path)
         return rank
+
+    def _make_link(self, number: int) -> Arena | None:
+        """A folder for the link of rank *number*; ``None`` for rank 0."""
+        return Arena.create() if number else None
 
     async def _exit_of(self, rank: _Rank) -> None:
         """Raises the reason, once *rank*'s process has ended."""
@@ -230,7 +233,7 @@ class RanksExecutor(ProcessesExecutor):
                 case PhaseReport():
                     self._take_phase(rank, report.phase)
                 case RankFacts():
-                    rank.facts = report.facts
+                    rank.facts = report
                 case LinkBroken():
                     self._end_rank(report)
                 case WorkerFailed():
@@ -253,17 +256,16 @@ class RanksExecutor(ProcessesExecutor):
 
     def _end_rank(self, report: LinkBroken) -> None:
         rank = self._ranks.get(report.rank)
-        if rank is not None and rank.child is not None and rank.child.process.poll() is None:
+        if rank is not None and rank.child is not None and rank.child.alive():
             _log.error("what rank %d sent cannot be read (%s): it is ended", report.rank, report.message)
-            rank.child.process.kill()
+            rank.child.kill()
 
     def _link(self, rank: _Rank) -> None:
         """Tell rank 0 that *rank* is ready."""
-        if rank.link is not None:
+        if rank.facts is not None:
             leader = self._ranks[0].child
             assert leader is not None
-            address, folder = link_address(rank.link.path), str(rank.link.path)
-            leader.send([LinkRank(rank=rank.number, address=address, folder=folder, facts=rank.facts)])
+            leader.send([LinkRank(rank=rank.number, at=rank.facts.at, facts=rank.facts.facts)])
 
     def _settle(self) -> None:
         """All ranks are there again, if they are."""

@@ -27,6 +27,7 @@ __all__ = [
     "Codec",
     "Command",
     "LinkBroken",
+    "LinkEnd",
     "LinkRank",
     "PhaseReport",
     "RankFacts",
@@ -63,12 +64,20 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
     """End the worker."""
 
 
+class LinkEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank waits for rank 0. *folder*: of shared memory; ``None`` where they are on different machines.
+    *server_key*: its public key, where what passes is encrypted."""
+
+    address: str
+    folder: str | None
+    server_key: str = ""
+
+
 class LinkRank(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """To rank 0: another rank is ready. *address* and *folder*: of the link to it. *facts*: what it said of itself."""
+    """To rank 0: another rank is ready. *at* and *facts*: what it said of itself."""
 
     rank: int
-    address: str
-    folder: str
+    at: LinkEnd
     facts: dict[str, Any]
 
 
@@ -82,6 +91,7 @@ class UnlinkRank(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """From a rank other than 0: what rank 0 must know of it (:meth:`mstar.worker.follower.Follower.facts`)."""
 
+    at: LinkEnd
     facts: dict[str, Any]
 
 

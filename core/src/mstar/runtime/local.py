@@ -65,7 +65,7 @@ def load(
 
     :param weights: a folder in the published layout, or ``HUB_ID[@REVISION]``. :param config: a deployment file.
     :param device: ``cpu``, ``cuda`` or ``cuda:N``. :param dtype: ``float32``, ``bfloat16`` or ``float16``.
-    :param executor: ``inline`` (a thread of this process) or ``processes``.
+    :param executor: ``inline`` (a thread of this process), ``processes`` or ``ray``.
     :param settings: default: from the environment. :param registry: default: of the installed plugins.
     :param deployment: further fields of :class:`~mstar.spec.deployment.Deployment` (``engine={"threads": 2}``).
     :raises SetupError: the model cannot be loaded; the message says what to do.

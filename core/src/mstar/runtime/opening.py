@@ -155,7 +155,7 @@ def _check_device(spec: ModelSpec, deployment: Deployment, registry: Registry, c
     """Refuse a device that is not here before its weights are fetched. When they are here the worker does that: finding
     out takes torch, which this process needs for nothing else."""
     name = deployment.device
-    if name is None or name == "cpu":
+    if name is None or name == "cpu" or deployment.executor == "ray":  # whose workers are on other machines
         return
     if present_weights(spec, deployment.weights, registry.weight_source, context) is None:
         from mstar.worker.build import pick_device

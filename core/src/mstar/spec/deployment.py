@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mstar.spec.errors import DeploymentError, nearest
 from mstar.spec.placement import NodePlacement, Placed
 
-__all__ = ["Deployment", "EngineOptions", "SchedulerOptions", "merge_deployment"]
+__all__ = ["Deployment", "EngineOptions", "RayOptions", "SchedulerOptions", "merge_deployment"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OPTIONS = frozenset({"knobs", "kwargs", "options", "model_options", "parameters"})
@@ -97,6 +97,54 @@ class EngineOptions(_Section):
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 
 
+class RayOptions(_Section):
+    """Where `executor: ray` runs the workers."""
+
+    address: str = Field(
+        "auto",
+        description="`HOST:PORT` of the cluster's head; `auto`: the cluster that this machine belongs to, or "
+        "`RAY_ADDRESS`.",
+    )
+    namespace: str = Field("mstar", min_length=1, description="Ray's namespace for the actors' names.")
+    strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK",
+        description="How the ranks of one copy are placed: on few nodes, on one, on many, each on its own.",
+    )
+    cpus: float | None = Field(
+        None, gt=0, description="CPUs of each rank; on a CPU also its threads. Default: `engine.threads`, or 1."
+    )
+    gpus: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="GPUs of each rank, less than 1 to share one. Default: 1, with `device: cpu` or in a cluster "
+        "without GPUs 0.",
+    )
+    memory: int | None = Field(None, ge=1, description="Bytes of the host's memory that Ray counts for each rank.")
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="What else a rank's node must have, by Ray's names: `{fast_disk: 1}`."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+    max_restarts: int = Field(
+        -1, ge=-1, description="How often Ray starts the actor of a rank again; -1: as often as it takes."
+    )
+    placement_timeout_s: float = Field(
+        300.0, gt=0, description="How long the start waits for nodes that have all this (an autoscaler's, say)."
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, address: str) -> str:
+        if address.startswith("ray://"):
+            raise ValueError(
+                f"{address!r} is for Ray's client, which workers cannot reach; run the server on a node of the cluster "
+                "and use 'auto', or HOST:PORT of the head (6379)"
+            )
+        if address != "auto" and re.fullmatch(r"[^\s/]+:[0-9]{1,5}", address) is None:
+            raise ValueError(f"{address!r} is no address of a Ray cluster; use auto, or HOST:PORT")
+        return address
+
+
 class Deployment(_Section):
     """One model's deployment. Its defaults come from the family's package."""
 
@@ -127,6 +175,7 @@ class Deployment(_Section):
     engine: EngineOptions = EngineOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: str = Field("processes", description="A name registered through `mstar_executors`.")
+    ray: RayOptions = RayOptions()
     device: str | None = Field(None, description="cpu, cuda or cuda:N; default: cuda when there is one.")
     dtype: str | None = Field(
         None, description="float32, bfloat16 or float16; default: bfloat16 on a GPU, float32 on the CPU."
@@ -205,6 +254,7 @@ def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tup
     sections: dict[str, type[BaseModel]] = {
         "engine": EngineOptions,
         "scheduler": SchedulerOptions,
+        "ray": RayOptions,
         "placement": NodePlacement,
     }
     section = sections.get(str(error["loc"][0]), Deployment)

@@ -143,7 +143,7 @@ def _build(
         registry,
         stage,
         dtype,
-        free=_free(deployment, device, meshes),
+        free=_free(config, device, meshes),
         weights_bytes=weights_bytes,
         reserve_bytes=reserved_bytes(deployment, device)
         + max(
@@ -205,7 +205,7 @@ def rank_device(config: WorkerConfig) -> torch.device:
     """The device of *config*'s rank: on CUDA, each rank of each copy of the layout has one of its own."""
     deployment = config.deployment
     device = pick_device(deployment.device)
-    if device.type != "cuda" or ranks_on_device(deployment) == 1:
+    if device.type != "cuda" or config.own_device or ranks_on_device(deployment) == 1:
         return device
     number = config.replica * ranks_of(deployment.placement) + config.rank
     there = torch.cuda.device_count()
@@ -224,11 +224,11 @@ def _threads(deployment: Deployment) -> int | None:
     return threads if threads is not None or ranks == 1 else max(1, torch.get_num_threads() // ranks)
 
 
-def _free(deployment: Deployment, device: torch.device, meshes: Meshes) -> int:
+def _free(config: WorkerConfig, device: torch.device, meshes: Meshes) -> int:
     """Bytes that this rank may plan with. Ranks on CPUs share what their machine has, also with those of other nodes
     and of other copies."""
-    processes = max([ranks_on_device(deployment), *(mesh.size for mesh in meshes.values())])
-    return agreed_memory(free_memory, device, meshes, processes)
+    everyone = max([ranks_on_device(config.deployment), *(mesh.size for mesh in meshes.values())])
+    return agreed_memory(free_memory, device, meshes, config.sharing or everyone)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -307,6 +307,9 @@ def layout_faults(
                 if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
                     yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
     ranks, name = ranks_on_device(deployment), deployment.executor
+    if name == "ray" and deployment.device is not None and ":" in deployment.device:
+        yield "device", f"{deployment.device!r}: Ray chooses the GPU of each rank; use 'cuda'"
+        return
     if ranks == 1:
         return
     if name == "inline":

@@ -1,7 +1,7 @@
 """How the processes of a mesh find each other.
 
-They meet over a file in a folder that their executor made: no port is opened for it.
-A process is in one mesh at most, and its processes are the world of ``torch.distributed``.
+On one machine they meet over a file in a folder that their executor made: no port is opened for it. On several, one of
+them keeps the store. A process is in one mesh at most, and its processes are the world of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ def join_meshes(
 ) -> dict[str, Mesh]:
     """Wait for the other processes of *rank*'s mesh; the mesh of each node that *rank* runs with others.
 
-    :param meeting: a folder that all of them see, used for this start only, which stays while they live: NCCL looks
-        there whenever it connects two of them.
+    :param meeting: a folder that all of them see, or ``tcp://HOST:PORT`` of a store. It is used for this start only and
+        stays while they live: NCCL looks there whenever it connects two of them.
     :raises SetupError: the others did not come.
     """
     ranks = layout.gang(rank)
@@ -42,12 +43,9 @@ def join_meshes(
     shared = {node: seat for node in layout.seats if (seat := layout.seat_of(node, rank)) and len(seat.ranks) > 1}
     if meeting is None:
         raise SetupError(f"{', '.join(shared)}: several processes are to run it, and there is one; use 'processes'")
-    meet = Path(meeting, "mesh-" + "-".join(map(str, ranks)))
-    store = dist.FileStore(str(meet), len(ranks))  # type: ignore[attr-defined]
-    # all are on this machine, whose own name, which gloo would ask for, may lead nowhere
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
+        store = _store(meeting, ranks)
         dist.init_process_group(backend, store=store, rank=ranks.index(rank), world_size=len(ranks), timeout=_PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise SetupError(f"rank {rank} did not find the others of its mesh {list(ranks)}: {error}") from error
@@ -57,6 +55,16 @@ def join_meshes(
     if device.type == "cuda":
         _open_links(meshes, device)
     return meshes
+
+
+def _store(meeting: str, ranks: Sequence[int]) -> Any:
+    """Where *ranks* tell each other how they are reached."""
+    if meeting.startswith("tcp://"):
+        host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+        return dist.TCPStore(host.strip("[]"), int(port), timeout=_PATIENCE)  # type: ignore[attr-defined]
+    # all are on this machine, whose own name, which gloo would ask for, may lead nowhere
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return dist.FileStore(str(Path(meeting, "mesh-" + "-".join(map(str, ranks)))), len(ranks))  # type: ignore[attr-defined]
 
 
 def _open_links(meshes: Mapping[str, Mesh], device: torch.device) -> None:

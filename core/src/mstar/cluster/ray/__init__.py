@@ -1,0 +1,1 @@
+"""The executor ``ray``: workers as actors of a Ray cluster. Imported only if a deployment asks for it."""

@@ -1,0 +1,53 @@
+"""Which executor runs the workers on Ray: by how many ranks and copies the deployment has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from mstar.cluster.base import Executor, Phase, WorkerConfig
+from mstar.spec.errors import SetupError
+from mstar.spec.placement import ranks_of
+from mstar.spec.request import Event
+
+try:
+    import_module("ray")  # here, since `mstar check` imports this module, too
+except ImportError as error:
+    raise SetupError(f"executor 'ray' needs Ray ({error}); run `pip install 'mstar-core[ray]'`") from error
+
+__all__ = ["ray_actors"]
+
+
+def ray_actors(
+    config: WorkerConfig,
+    sink: Callable[[Sequence[Event]], None],
+    on_phase: Callable[[Phase], None] = lambda phase: None,
+    registry: Any = None,
+    **limits: Any,
+) -> Executor:
+    """The executor ``ray`` for *config*: an actor for each rank of each copy of the layout.
+
+    :param limits: see :class:`~mstar.cluster.processes.ProcessesExecutor`.
+    """
+    make = partial(_layout, registry=registry, limits=limits)
+    if config.deployment.replicas > 1:
+        from mstar.cluster.replicas import ReplicasExecutor
+
+        return ReplicasExecutor(config, sink, on_phase, registry, make=make)
+    return make(config, sink, on_phase)
+
+
+def _layout(
+    config: WorkerConfig,
+    sink: Callable[[Sequence[Event]], None],
+    on_phase: Callable[[Phase], None],
+    registry: Any,
+    limits: dict[str, Any],
+) -> Executor:
+    """The executor of one copy of the layout."""
+    from mstar.cluster.ray.executor import RayExecutor, RayRanksExecutor
+
+    kind = RayRanksExecutor if ranks_of(config.deployment.placement) > 1 else RayExecutor
+    return kind(config, sink, on_phase, registry, **limits)
