@@ -26,7 +26,7 @@ from mstar.spec.request import EngineRequest
 if TYPE_CHECKING:
     from mstar.resources.staging import Stage
 
-__all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "Usage"]
+__all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "State", "Usage"]
 
 
 class IntegrityError(MstarError):
@@ -55,6 +55,14 @@ class Row:
     complete: bool = True
     ids: Sequence[int] | None = None
     start: int = 0
+
+
+class State(NamedTuple):
+    """One owner's state, to go on with in another rank's pool. *facts*: plain data (numbers, bytes, lists of numbers);
+    *tensors*: torch tensors of their own, which later steps do not change. What they hold is the resource's affair."""
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Any]
 
 
 class Usage(NamedTuple):
@@ -98,6 +106,9 @@ class Resource(abc.ABC):
     """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
     before ended its loop."""
 
+    moves: bool = False
+    """Whether :meth:`export` and :meth:`adopt` work: then a node that uses it may have a place for each walk."""
+
     batch_invariant: bool = False
     """Whether, in a deterministic context, what its views compute for a row follows from the row alone, bit for bit.
     Others are refused with ``engine.deterministic`` on a GPU."""
@@ -126,6 +137,17 @@ class Resource(abc.ABC):
     @abc.abstractmethod
     def close(self, owner: Owner) -> None:
         """Free everything of *owner*: state and reservation. Closing an unknown owner is an error."""
+
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """*owner*'s state, all that is committed, for :meth:`adopt` of a pool that was declared alike. The owner stays
+        as it is until it is closed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot hand over what an owner holds")
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        """:meth:`open` for an *owner* that has a reservation here and goes on with *state*, whose tensors are on this
+        pool's device. *request*: the one under way."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take over what an owner held elsewhere")
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:

@@ -8,8 +8,9 @@ of keys and values are gone is not found any more, since it is looked for within
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mstar.resources.base import IntegrityError
 from mstar.resources.prefix import PageChain, page_digests, salted
@@ -115,6 +116,16 @@ class Lineage:
         self._moving: Checkpoint | None = None
         self._lost = False
         self.length = self.last = self.branch = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of the context, without its checkpoints: see :meth:`restore`."""
+        return {"chain": self._chain.facts(), "lost": self._lost, "length": self.length}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on with a context of another pool, whose :meth:`facts` these are. Its checkpoints stay there."""
+        digest, rest, known = facts["chain"]
+        self._chain.restore(digest, rest, known)
+        self._lost, self.length, self.last = facts["lost"], facts["length"], facts["length"]
 
     def skip(self, ids: Sequence[int]) -> None:
         """Begin behind *ids*."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mstar.nn.ops.delta import StateSlots
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State, Usage
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.checkpoints import Checkpoints, Lineage
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
@@ -102,6 +102,7 @@ class RecurrentStateResource(SlotResource):
     kind = "recurrent_state"
     capturable = True
     capturable_chunks = True
+    moves = True
     speculates = True
     spec: RecurrentState
 
@@ -153,6 +154,23 @@ class RecurrentStateResource(SlotResource):
         if lineage is not None:
             lineage.end()
         super().close(owner)
+
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """Each tensor by its name, ``[layers, *shape]``. States that are kept for the prefix cache stay."""
+        places = self._books.now(self._slots[owner]).tolist()
+        tensors = {name: pool[place].clone() for (name, pool), place in zip(self._pools.items(), places, strict=True)}
+        lineage = self._lineages.get(owner)
+        return State({} if lineage is None else {"lineage": lineage.facts()}, tensors)
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        places = self._books.now(self._slots[owner]).tolist()
+        for (name, pool), place in zip(self._pools.items(), places, strict=True):
+            pool[place].copy_(state.tensors[name])
+        lineage = self._lineages.get(owner)
+        if lineage is not None and "lineage" in state.facts:
+            lineage.restore(state.facts["lineage"])
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
