@@ -38,7 +38,7 @@ def test_a_drawn_load_is_run(mstar: Run, profile: str) -> None:
 
 
 def test_the_help_names_every_router() -> None:
-    assert simulate._ROUTERS == tuple(ROUTERS)
+    assert tuple(ROUTERS) == simulate._ROUTERS
 
 
 def test_a_load_is_read(mstar: Run, profile: str, tmp_path: Path) -> None:

@@ -293,6 +293,15 @@ def layout_faults(
             for node in users:
                 if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
                     yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
+    by_walk = layout_of(deployment.placement, [node.name for node in graph.nodes]).by_walk
+    for name, users in users_of(graph).items():
+        if name in declared and by_walk.keys() & {*users} and not type_of(declared[name]).moves:
+            node = next(node for node in users if node in by_walk)
+            yield (
+                f"placement.{node}",
+                f"resource {name!r} ({declared[name].kind}) cannot move from rank to rank; give node {node!r} one "
+                "place for all walks",
+            )
     ranks, name = ranks_on_device(deployment), deployment.executor
     if ranks == 1:
         return

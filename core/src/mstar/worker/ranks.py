@@ -138,6 +138,12 @@ class Away:
         self.held: dict[int, tuple[Handle, int]] = {}
         self._fetch = fetch
 
+    def copy(self) -> Away:
+        """One that holds the same, and may come to hold more."""
+        other = Away(self._fetch)
+        other.held.update(self.held)
+        return other
+
     def fetch(self) -> Tensor:
         """The tensor, of which nothing is here but its shape. Waits for a rank that has it."""
         rank, (handle, _) = next(iter(self.held.items()))
@@ -196,13 +202,19 @@ class Ranks:
             return
         seated = self.books.get(name)
         if not isinstance(seated, SeatedPool):
-            seated = self.books[name] = SeatedPool(name, pool, self.seats.of_pool)
+            seated = self.books[name] = SeatedPool(name, pool, self.seats)
         seated.pools[self._seat_at(name, rank)] = pool
 
-    def lost(self, rank: int) -> set[str]:
-        """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it."""
+    def lost(self, rank: int, holdings: Mapping[str, Sequence[tuple[str, Owner]]] | None = None) -> set[str]:
+        """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it.
+
+        :param holdings: request → (resource, owner) each.
+        """
         self._links.pop(rank, None)
         gone = {request for request, ranks in self._bound.items() if rank in ranks}
+        for request, owners in (holdings or {}).items():
+            if any(rank in seat.ranks for name, owner in owners for seat in self._held(name, owner)):
+                gone.add(request)
         for step in [step for step, flying in self._flying.items() if rank in flying.seat.ranks]:
             flying = self._flying.pop(step)
             gone.update(w.call.run.request.id for w in flying.work)
@@ -214,7 +226,13 @@ class Ranks:
 
     def lives_at(self, resource: str, owner: Owner) -> bool:
         """Whether the ranks that *owner*'s state of *resource* is to lie on are there."""
-        return all(rank == _HERE or rank in self._links for rank in self.seats.of_pool(resource, owner).ranks)
+        ranks = {rank for seat in self.seats.all_of_owner(resource, owner) for rank in seat.ranks}
+        return all(rank == _HERE or rank in self._links for rank in ranks)
+
+    def _held(self, resource: str, owner: Owner) -> Sequence[Seat]:
+        """The seats that have a reservation for *owner*, that of its state first."""
+        pool = self.books[resource]
+        return pool.held(owner) if isinstance(pool, SeatedPool) else (self.seats.of_pool(resource, owner),)
 
     def at(self, rank: int, resource: str, owner: Owner) -> bool:
         """Whether *owner*'s state of *resource* lies on *rank*."""
@@ -233,38 +251,53 @@ class Ranks:
     # --- requests -----------------------------------------------------------------------------------------------------
     def opened(self, request: EngineRequest, needs: Iterable[tuple[str, Owner, int]]) -> None:
         """*request* holds (resource, owner, units) each."""
-        by_rank: dict[int, list[tuple[str, str, str, int]]] = {}
+        now: dict[int, list[tuple[str, str, str, int]]] = {}
+        later: dict[int, list[tuple[str, str, str, int]]] = {}
         for name, owner, units in needs:
-            for rank in self.seats.of_pool(name, owner).ranks:
-                if rank != _HERE:
-                    by_rank.setdefault(rank, []).append((name, owner.key, owner.context, units))
-        for rank, mine in by_rank.items():
+            for number, seat in enumerate(self._held(name, owner)):
+                when = later if number else now
+                for rank in seat.ranks:
+                    if rank != _HERE:
+                        when.setdefault(rank, []).append((name, owner.key, owner.context, units))
+        for rank in {*now, *later}:
             self._touched.setdefault(request.id, set()).add(rank)
-            self._bound.setdefault(request.id, set()).add(rank)
-            self._tell(rank, Open(request=request, needs=mine))
+            self.tell(rank, Open(request=request, needs=now.get(rank, []), later=later.get(rank, [])))
 
-    def closed(self, owners: Iterable[tuple[str, Owner]]) -> None:
-        """(resource, owner) each are free again."""
-        by_rank: dict[int, list[tuple[str, str, str]]] = {}
+    def closing(self, owners: Iterable[tuple[str, Owner]]) -> None:
+        """(resource, owner) each are about to be free again."""
+        self._tell_closed((name, owner, self._held(name, owner)) for name, owner in owners)
+
+    def settle(self, owners: Iterable[tuple[str, Owner]], told: bool) -> None:
+        """A session keeps (resource, owner) each where they are, and nothing where they were to go. *told*: the other
+        ranks know of it."""
+        left = []
         for name, owner in owners:
-            for rank in self.seats.of_pool(name, owner).ranks:
-                if rank != _HERE:
-                    by_rank.setdefault(rank, []).append((name, owner.key, owner.context))
+            pool = self.books[name]
+            if isinstance(pool, SeatedPool):
+                left.append((name, owner, pool.settle(owner)))
+        if told:
+            self._tell_closed(left)
+
+    def _tell_closed(self, closed: Iterable[tuple[str, Owner, Sequence[Seat]]]) -> None:
+        by_rank: dict[int, list[tuple[str, str, str]]] = {}
+        for name, owner, seats in closed:
+            for rank in (rank for seat in seats for rank in seat.ranks if rank != _HERE):
+                by_rank.setdefault(rank, []).append((name, owner.key, owner.context))
         for rank, mine in by_rank.items():
-            self._tell(rank, Close(owners=mine))
+            self.tell(rank, Close(owners=mine))
 
     def ended(self, request: str) -> None:
         """*request* has ended and holds nothing any more."""
         self._bound.pop(request, None)
         self.seats.forget(request)
         for rank in self._touched.pop(request, ()):
-            self._tell(rank, Close(owners=[], request=request))
+            self.tell(rank, Close(owners=[], request=request))
 
     def rewind(self, resource: str, owner: Owner, tokens: int, complete: bool = True) -> bool:
         """Take back *owner*'s last tokens on other ranks. Returns whether this rank has a pool to do it in, too."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(
+                self.tell(
                     rank, Rewind(resource=resource, owner=(owner.key, owner.context), tokens=tokens, complete=complete)
                 )
         return _HERE in self.seats.of_pool(resource, owner).ranks
@@ -283,16 +316,14 @@ class Ranks:
         """The other ranks of the mesh learn what this one has learnt."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(rank, Learn(resource=resource, owner=(owner.key, owner.context), ids=list(ids)))
+                self.tell(rank, Learn(resource=resource, owner=(owner.key, owner.context), ids=list(ids)))
 
     def skipped(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
         """The other ranks of the mesh skip what this one has skipped."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
                 other = None if sibling is None else (sibling.key, sibling.context)
-                self._tell(
-                    rank, Skip(resource=resource, owner=(owner.key, owner.context), ids=list(ids), sibling=other)
-                )
+                self.tell(rank, Skip(resource=resource, owner=(owner.key, owner.context), ids=list(ids), sibling=other))
 
     def matched(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
         """The other ranks of the mesh look for what this one has looked for."""
@@ -300,22 +331,17 @@ class Ranks:
             if rank != _HERE:
                 other = None if sibling is None else (sibling.key, sibling.context)
                 named = (owner.key, owner.context)
-                self._tell(rank, Match(resource=resource, owner=named, ids=list(ids), sibling=other))
+                self.tell(rank, Match(resource=resource, owner=named, ids=list(ids), sibling=other))
 
     def missed(self, resource: str, owner: Owner, tokens: int) -> None:
         """The other ranks of the mesh are told what this one was told."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
+                self.tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
 
     def here(self, call: CallRun) -> bool:
         """Whether this rank runs *call*, alone or with others."""
         return _HERE in self.seats.of_call(call).ranks
-
-    def always_here(self, node: str) -> bool:
-        """Whether this rank runs every call of *node*."""
-        seats = self.layout.seats[node]
-        return len(seats) == 1 and _HERE in seats[0].ranks
 
     # --- steps --------------------------------------------------------------------------------------------------------
     def group(self, call: CallRun) -> tuple[Any, ...]:
@@ -383,7 +409,7 @@ class Ranks:
             self._doubts[flight.step] = time.monotonic() + DOUBT_S
             for rank in flying.seat.ranks:
                 if rank != _HERE:
-                    self._tell(rank, Agreed(step=flight.step))
+                    self.tell(rank, Agreed(step=flight.step))
         if flight.first + len(flight.work) == len(flying.work):
             self._compare(flight.step, flying)
 
@@ -413,6 +439,7 @@ class Ranks:
         if held is None or not held[0].goes_to(link.dropped):  # what a rank had that has died since, it has no more
             handle = Handle(-next(self._sent), link.dropped)
             values.append(pack(handle.key, value.items()))
+            away = value.away = away.copy()  # others that lie in the same tensor are not sent with it
             held = away.held[rank] = (handle, value.start)
         handle, begins = held
         host = value.host if value.row and isinstance(value.host, int) else None
@@ -422,7 +449,7 @@ class Ranks:
         ranks = self._touched.setdefault(request, set())
         if rank not in ranks:
             ranks.add(rank)
-            self._tell(rank, Open(request=EngineRequest(id=request), needs=[]))
+            self.tell(rank, Open(request=EngineRequest(id=request), needs=[]))
 
     # --- answers ------------------------------------------------------------------------------------------------------
     def stashed(self) -> list[FromRank]:
@@ -430,7 +457,7 @@ class Ranks:
         stash, self._stash = self._stash, []
         return stash
 
-    def take(self, message: FromRank) -> Landing | Failed | None:
+    def take(self, message: Landed | Refused | Fetched) -> Landing | Failed | None:
         """What *message* means for the worker: a step that is done, a request that has failed, or nothing."""
         if isinstance(message, Refused):
             return message.failed
@@ -463,7 +490,7 @@ class Ranks:
                 )
         elif alike and len(flying.seat.ranks) > 1 and any(flying.failed.values()):
             for rank in flying.seat.ranks:  # one that hears nothing ends itself, and its mesh starts again
-                self._tell(rank, Agreed(step=step))
+                self.tell(rank, Agreed(step=step))
 
     def next_doubt(self) -> float | None:
         """When (monotonic seconds) a mesh must have agreed on a step that failed."""
@@ -525,7 +552,8 @@ class Ranks:
         raise RankLost(rank, f"it has not sent a value within {_FETCH_S:.0f} s")
 
     # --- sending ------------------------------------------------------------------------------------------------------
-    def _tell(self, rank: int, message: ToRank) -> None:
+    def tell(self, rank: int, message: ToRank) -> None:
+        """Send *message* to *rank* with what goes there next."""
         link = self._links.get(rank)
         if link is not None:  # a rank that has died has forgotten it all
             link.outbox.append(message)
