@@ -138,6 +138,15 @@ class Resource(abc.ABC):
     def close(self, owner: Owner) -> None:
         """Free everything of *owner*: state and reservation. Closing an unknown owner is an error."""
 
+    def taken(self, owner: Owner) -> int:
+        """Units that the state of *owner* takes so far, where that grows with its tokens; 0 for one that is not
+        open."""
+        return 0
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        """The pool on another rank whose books these are has *tokens* more of *owner*, or fewer if negative. So that
+        :meth:`reserve` answers for a session as that pool would."""
+
     # --- from one rank to another -------------------------------------------------------------------------------------
     def export(self, owner: Owner) -> State:
         """*owner*'s state, all that is committed, for :meth:`adopt` of a pool that was declared alike. The owner stays
@@ -167,6 +176,11 @@ class Resource(abc.ABC):
         """How many of the *tokens* that are left of a prompt the next step should take at most, so that it ends where
         this resource would like to keep its state. By default all."""
         return tokens
+
+    def cuts(self, owner: Owner, tokens: int) -> Sequence[int]:
+        """Where :meth:`cut` would end the steps of a prompt of which *tokens* are left, if nothing else did: how many
+        of them come before each, but for the last. For a rank that cannot ask before each step."""
+        return ()
 
     # --- calls in pieces ----------------------------------------------------------------------------------------------
     def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:

@@ -188,9 +188,21 @@ class Lineage:
 
         :param apart: the most tokens between two.
         """
-        page, end = self._store.page, self.length + tokens
-        wanted = [(self.length // apart + 1) * apart, self.branch]
+        return self._next_cut(self.length, self.last, self.length + tokens, apart) - self.length
+
+    def cuts(self, tokens: int, apart: int) -> list[int]:
+        """How many of the *tokens* left come before each place where :meth:`cut` would end a step."""
+        at, last, end, found = self.length, self.last, self.length + tokens, []
+        while (at := self._next_cut(at, last, end, apart)) < end:
+            found.append(at - self.length)
+            last = at if at % self._store.page == 0 else last
+        return found
+
+    def _next_cut(self, length: int, last: int, end: int, apart: int) -> int:
+        """Where the step from *length* on is to end, of a prompt up to *end* whose last checkpoint is at *last*."""
+        page = self._store.page
+        wanted = [(length // apart + 1) * apart, self.branch]
         final = (end - 1) // page * page  # the last token is always computed
-        if final - self.last >= apart // 4:
+        if final - last >= apart // 4:
             wanted.append(final)
-        return min((at for at in wanted if self.length < at < end), default=end) - self.length
+        return min((at for at in wanted if length < at < end), default=end)

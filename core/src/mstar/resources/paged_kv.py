@@ -181,6 +181,13 @@ class PagedKV(Resource):
         self._held[line] = self._room[line] = 0  # the next owner's, until it is opened
         self._planned = None
 
+    def taken(self, owner: Owner) -> int:
+        return self.pool.units(self.pool.held(owner))
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        self.pool.follow(owner, tokens)
+        self._held[self._lines[owner]] += tokens
+
     # --- from one rank to another -------------------------------------------------------------------------------------
     def export(self, owner: Owner) -> State:
         """``kv``: ``[layers, 2, tokens, kv_heads, head_dim]``, gathered from the pages in one operation."""

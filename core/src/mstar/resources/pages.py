@@ -164,6 +164,11 @@ class PagePool:
         context = self._get(owner)
         return context.ids.tolist(), not context.lost
 
+    def follow(self, owner: Owner, tokens: int) -> None:
+        """Another pool, of which this one only keeps the promises, has *tokens* more of *owner*."""
+        context = self._get(owner)
+        context.length, context.lost = context.length + tokens, True
+
     def fill(self, owner: Owner, tokens: int, ids: Sequence[int], learns: bool = True) -> None:
         """Begin fresh *owner* with pages of its own for *tokens* committed tokens, which another pool has computed.
         *ids* and *learns*: as that pool's :meth:`known` says."""

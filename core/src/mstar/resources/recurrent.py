@@ -199,6 +199,10 @@ class RecurrentStateResource(SlotResource):
         lineage = self._lineages.get(owner)
         return tokens if lineage is None else lineage.cut(tokens, self._apart)
 
+    def cuts(self, owner: Owner, tokens: int) -> Sequence[int]:
+        lineage = self._lineages.get(owner)
+        return () if lineage is None else lineage.cuts(tokens, self._apart)
+
     # --- a step -------------------------------------------------------------------------------------------------------
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RecurrentStateView:
         stage = self.context.stage

@@ -35,7 +35,7 @@ from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
-from mstar.worker.messages import Exported, FromRank
+from mstar.worker.messages import Exported, Found, FromRank
 from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
@@ -332,8 +332,11 @@ class Worker:
             self._finish(live)
 
     def _make_ready(self, live: Live, call: CallRun, now: float) -> None:
-        if call.op.entry.prefix and live.fresh and call.done == 0:
-            self.sharing.reuse(live, call)
+        if call.op.entry.prefix and live.fresh and call.done == 0 and not self.sharing.reuse(live, call):
+            return
+        self._let_run(live, call, now)
+
+    def _let_run(self, live: Live, call: CallRun, now: float) -> None:
         if self._known(live, call):
             live.run.complete(call, {})
         else:
@@ -476,6 +479,11 @@ class Worker:
         if isinstance(message, Exported):
             if self.moves is not None:
                 self.moves.take(message)
+            return
+        if isinstance(message, Found):
+            if (asked := self.sharing.found_elsewhere(message)) is not None:
+                live, call = asked
+                self._guarded(live, lambda: self._let_run(live, call, time.monotonic()))
             return
         landing = self.ranks.take(message)
         if isinstance(landing, Failed):

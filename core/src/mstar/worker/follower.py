@@ -41,6 +41,7 @@ from mstar.worker.messages import (
     Exported,
     Fetch,
     Fetched,
+    Found,
     FromRank,
     Import,
     Landed,
@@ -54,11 +55,13 @@ from mstar.worker.messages import (
     Rewind,
     Row,
     Run,
+    Seek,
     Skip,
     ToRank,
 )
 from mstar.worker.moves import Leaving, adopt
 from mstar.worker.profile import device_memory
+from mstar.worker.prompt_heads import skip_known
 from mstar.worker.routing import DOUBT_S, Routing
 
 __all__ = ["Follower"]
@@ -168,6 +171,8 @@ class Follower:
                 self._close(message)
             case Export():
                 self._export(message)
+            case Seek():
+                self._seek(message)
             case Import():
                 self._import(message)
             case Drop():
@@ -223,6 +228,20 @@ class Follower:
             adopt(self.resources, self._requests[message.request].request, message.held, self._device)
         except Exception as error:
             self._refuse(message.request, error, "taken over")
+
+    def _seek(self, message: Seek) -> None:
+        op = self.routing.ops[message.op]
+        context, shares = op.call.context, []
+        for name in op.entry.resources:
+            key = message.session if message.session is not None and name in self._kept else message.request
+            sibling = None if message.sibling is None else Owner(message.sibling, context)
+            shares.append((self.resources[name], Owner(key, context), sibling))
+        found = skip_known(shares, message.ids)
+        seat = self.routing.layout.seat_of(op.call.node, self.rank)
+        if seat is not None and seat.ranks[0] == self.rank:
+            left = len(message.ids) - found.tokens
+            cuts = sorted({found.tokens + cut for pool, owner, _ in shares for cut in pool.cuts(owner, left)})
+            self.answer([Found(number=message.number, asked=found.asked, tokens=found.tokens, cuts=cuts)])
 
     def _refuse(self, request: str, error: Exception, done: str) -> None:
         raise_if_lost(error)

@@ -20,6 +20,7 @@ __all__ = [
     "Exported",
     "Fetch",
     "Fetched",
+    "Found",
     "FromRank",
     "Held",
     "Import",
@@ -34,6 +35,7 @@ __all__ = [
     "Rewind",
     "Row",
     "Run",
+    "Seek",
     "Skip",
     "ToRank",
 ]
@@ -193,7 +195,19 @@ class Import(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kin
     held: list[Held]
 
 
-ToRank = Open | Close | Run | Export | Import | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
+class Seek(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Skip the head of a prompt that is known (:func:`mstar.worker.prompt_heads.skip_known`); answered by
+    :class:`Found`. *op*, *session*: as in :class:`Row`. *sibling*: the request that has the same prompt."""
+
+    number: int
+    request: str
+    op: int
+    session: str | None
+    ids: list[int]
+    sibling: str | None
+
+
+ToRank = Open | Close | Run | Export | Import | Seek | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
 
 
 # --- and back --------------------------------------------------------------------------------------------------------
@@ -235,4 +249,14 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="k
     held: list[Held]
 
 
-FromRank = Landed | Refused | Fetched | Exported
+class Found(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """*asked* and *tokens*: see :class:`mstar.worker.prompt_heads.Skipped`. *cuts*: at how many tokens of the prompt
+    steps of it should end (:meth:`mstar.resources.base.Resource.cuts`)."""
+
+    number: int
+    asked: bool
+    tokens: int
+    cuts: list[int] = []
+
+
+FromRank = Landed | Refused | Fetched | Exported | Found

@@ -220,7 +220,9 @@ class Moves:
             pool = self._ranks.books[name]
             assert isinstance(pool, SeatedPool)
             if _HERE not in move.target.ranks:
-                pool.pools[move.target].open(owner, request)
+                books = pool.pools[move.target]
+                books.open(owner, request)
+                books.follow(owner, self._tokens(move, name, owner))
             pool.leave(owner, move.source)
         freed = [(name, owner.key, owner.context) for name, owner in move.owners]
         for rank in move.source.ranks:
@@ -232,6 +234,12 @@ class Moves:
         self._bytes += sum(_size(share) for share in move.shares.values())
         self._seconds += time.monotonic() - move.began
         self._ready(move.live, move.call)
+
+    def _tokens(self, move: _Move, resource: str, owner: Owner) -> int:
+        """How many tokens of *owner* *resource* held where it came from, if it counts them."""
+        share = next(iter(move.shares.values()))
+        held = next(one for one in share if (one.resource, one.key, one.context) == (resource, *owner))
+        return int(held.facts.get("tokens", 0))
 
 
 def _size(held: Sequence[Held]) -> int:

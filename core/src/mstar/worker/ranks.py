@@ -52,6 +52,7 @@ from mstar.worker.messages import (
     Rewind,
     Row,
     Run,
+    Seek,
     Skip,
     ToRank,
 )
@@ -254,11 +255,12 @@ class Ranks:
         now: dict[int, list[tuple[str, str, str, int]]] = {}
         later: dict[int, list[tuple[str, str, str, int]]] = {}
         for name, owner, units in needs:
+            pool = self.books[name]
             for number, seat in enumerate(self._held(name, owner)):
-                when = later if number else now
+                wanted = pool.units_ahead(owner, units) if number and isinstance(pool, SeatedPool) else units
                 for rank in seat.ranks:
                     if rank != _HERE:
-                        when.setdefault(rank, []).append((name, owner.key, owner.context, units))
+                        (later if number else now).setdefault(rank, []).append((name, *owner, wanted))
         for rank in {*now, *later}:
             self._touched.setdefault(request.id, set()).add(rank)
             self.tell(rank, Open(request=request, needs=now.get(rank, []), later=later.get(rank, [])))
@@ -300,7 +302,10 @@ class Ranks:
                 self.tell(
                     rank, Rewind(resource=resource, owner=(owner.key, owner.context), tokens=tokens, complete=complete)
                 )
-        return _HERE in self.seats.of_pool(resource, owner).ranks
+        here = _HERE in self.seats.of_pool(resource, owner).ranks
+        if not here:
+            self.books[resource].follow(owner, -tokens)
+        return here
 
     def retracted(self, flight: Flight, index: int) -> None:
         """This rank has retracted the *index*-th call of *flight*; those that ran it with this one do so, too."""
@@ -339,6 +344,25 @@ class Ranks:
             if rank != _HERE:
                 self.tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
 
+    def seek(self, number: int, call: CallRun, ids: Sequence[int]) -> None:
+        """Have the ranks that run *call* skip what they know of its prompt *ids*; the first of them answers."""
+        request = call.run.request
+        op, session = self.routing.number_of[call.op], self._session_key(request)
+        for rank in self.seats.of_call(call).ranks:
+            self._touch(rank, request.id)
+            self.tell(
+                rank,
+                Seek(
+                    number=number,
+                    request=request.id,
+                    op=op,
+                    session=session,
+                    ids=list(ids),
+                    sibling=request.sibling_of,
+                ),
+            )
+        self.flush()
+
     def here(self, call: CallRun) -> bool:
         """Whether this rank runs *call*, alone or with others."""
         return _HERE in self.seats.of_call(call).ranks
@@ -367,6 +391,8 @@ class Ranks:
             return
         step, here = next(self._steps), _HERE in seat.ranks
         decodes = any(w.call.decode for w in work)
+        if not here:
+            self._follow(work)
         self._flying[step] = _Flying(work, seat, set(others), decodes)
         for rank in others:
             link = self._links[rank]
@@ -380,6 +406,24 @@ class Ranks:
             link.decoding += decodes
             link.flush()
         self._mirrored = step if here else None
+
+    def _follow(self, work: Sequence[Work]) -> None:
+        """Keep the books of what a step elsewhere commits."""
+        entry = work[0].call.op.entry
+        for name in entry.resources:
+            if name not in entry.frozen:
+                for w in work:
+                    self.books[name].follow(self._owner_of(w.call, name), w.tokens)
+
+    def _owner_of(self, call: CallRun, resource: str) -> Owner:
+        session = self._session_key(call.run.request) if resource in self._kept else None
+        return Owner(session or call.run.request.id, call.op.call.context)
+
+    def skipped_elsewhere(self, call: CallRun, tokens: int) -> None:
+        """The ranks that run *call* have taken over so many tokens of its prompt."""
+        if tokens:
+            for name in call.op.entry.resources:
+                self.books[name].follow(self._owner_of(call, name), tokens)
 
     def launched(self, flights: Sequence[Flight]) -> None:
         """This rank has launched the step that was dispatched last: the others name its outputs alike."""

@@ -202,7 +202,8 @@ class SeatedPool(Resource):
         complete = False
         try:
             for seat in (*later, here):
-                if not self._pool_at(seat).reserve(owner, units):
+                wanted = units if seat == here else self.units_ahead(owner, units)
+                if not self._pool_at(seat).reserve(owner, wanted):
                     return False
                 if seat not in known:
                     new.append(seat)
@@ -214,8 +215,21 @@ class SeatedPool(Resource):
         self._held[owner] = [here, *later]
         return True
 
+    def units_ahead(self, owner: Owner, units: int) -> int:
+        """What *owner*, which is to have *units* more, needs where its state will move: all of it."""
+        most, longest = self.capacity(), getattr(self.spec, "max_tokens", None)
+        if longest is not None:
+            most = min(most, self.units(longest))
+        return min(units + self._pool(owner).taken(owner), max(most, units))
+
     def open(self, owner: Owner, request: EngineRequest) -> None:
         self._pool(owner).open(owner, request)
+
+    def taken(self, owner: Owner) -> int:
+        return self._pool(owner).taken(owner)
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        self._pool(owner).follow(owner, tokens)
 
     def close(self, owner: Owner) -> None:
         for seat in self._held.pop(owner):
