@@ -305,5 +305,7 @@ def test_what_chance_decides_is_decided_before_the_ranks_hear_of_it(registry: Re
     driver.worker.submit(prepared.request)
     driver.run()
     (begin,) = [message for message in opened if isinstance(message, Open)]
+    assert {*prepared.request.inputs} == {"prompt", "start"}
+    assert {*begin.request.inputs} == {"start"}  # what its sampler looks at; the encoder's is elsewhere
     assert begin.request.sampling["sampler"].seed is not None
     assert begin.request.sampling["sampler"].seed == prepared.request.sampling["sampler"].seed

@@ -116,6 +116,9 @@ class Resource(abc.ABC):
     def __init__(self, name: str, spec: Any, context: ResourceContext):
         self.name, self.spec, self.context = name, spec, context
 
+    looks_at: Sequence[str] | None = None
+    """Fields of its declaration that name what :meth:`open` reads of a request's inputs. ``None``: it may read any."""
+
     # --- admission ------------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def units(self, tokens: int) -> int:
@@ -157,6 +160,12 @@ class Resource(abc.ABC):
         """:meth:`open` for an *owner* that has a reservation here and goes on with *state*, whose tensors are on this
         pool's device. *request*: the one under way."""
         raise NotImplementedError(f"{type(self).__name__} cannot take over what an owner held elsewhere")
+
+    def inputs(self) -> Sequence[str] | None:
+        """The request's inputs that :meth:`open` looks at, by name; ``None``: it may look at any."""
+        if self.looks_at is None:
+            return None
+        return [name for name in (getattr(self.spec, field) for field in self.looks_at) if name is not None]
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:

@@ -91,6 +91,7 @@ class CrossKV(SlotResource):
 
     kind = "cross_kv"
     moves = True
+    looks_at = ()
     speculates = True
     spec: specs.CrossKV
 

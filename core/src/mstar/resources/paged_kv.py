@@ -103,6 +103,7 @@ class PagedKV(Resource):
 
     kind = "paged_kv"
     moves = True
+    looks_at = ()
     speculates = True
     batch_invariant = True
     spec: specs.PagedKV

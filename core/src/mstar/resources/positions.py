@@ -44,6 +44,7 @@ class PositionsResource(SlotResource):
 
     kind = "positions"
     moves = True
+    looks_at = ("prompt",)
     batch_invariant = True
     capturable = True
     capturable_chunks = True

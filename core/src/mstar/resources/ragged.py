@@ -71,6 +71,7 @@ class RaggedAttention(Resource):
 
     kind = "ragged_attention"
     moves = True
+    looks_at = ("segments",)
     speculates = True
     spec: specs.RaggedAttention
 

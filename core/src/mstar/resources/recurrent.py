@@ -103,6 +103,7 @@ class RecurrentStateResource(SlotResource):
     capturable = True
     capturable_chunks = True
     moves = True
+    looks_at = ()
     speculates = True
     spec: RecurrentState
 

@@ -137,6 +137,7 @@ class SamplerResource(SlotResource):
 
     kind = "sampler"
     moves = True
+    looks_at = ("prompt",)
     speculates = True
     batch_invariant = True
     capturable = True

@@ -37,6 +37,7 @@ class WindowKV(SlotResource):
 
     kind = "window_kv"
     moves = True
+    looks_at = ()
     speculates = True
     spec: specs.WindowKV
 

@@ -75,7 +75,8 @@ class NodePlacement(BaseModel):
         return self
 
     def _parts_add_up(self) -> None:
-        beside = sorted(self.model_fields_set - {"walks"})
+        fields = {name: field.default for name, field in type(self).model_fields.items() if name != "walks"}
+        beside = [name for name, default in fields.items() if getattr(self, name) != default]
         if beside:
             raise ValueError(f"{', '.join(beside)} beside walks: each walk's place has its own")
         for part, place in self.walks.items():

@@ -34,6 +34,7 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.placement import Layout, Seat, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
+from mstar.worker.accord import Accord
 from mstar.worker.deterministic import option_faults
 from mstar.worker.groups import join_meshes
 from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
@@ -77,6 +78,7 @@ class Built:
     stage: Stage
     device: torch.device
     dtype: torch.dtype
+    accord: Accord | None = None
 
 
 def build(
@@ -120,7 +122,9 @@ def _build(
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
-    meshes = meshes or join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
+    accord = None
+    if not meshes:
+        meshes, accord = join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
     declared = divided_resources(declared, graph, meshes)
     mine = layout.nodes_of(config.rank)
     users = users_of(graph)
@@ -153,7 +157,7 @@ def _build(
     }
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
-    return Built(model, plan, resources, nodes, layout, stage, device, dtype)
+    return Built(model, plan, resources, nodes, layout, stage, device, dtype, accord)
 
 
 def compiles(engine: EngineOptions, device: torch.device) -> bool:

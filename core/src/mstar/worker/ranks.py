@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -179,6 +179,7 @@ class Ranks:
         self._flying: dict[int, _Flying] = {}
         self._touched: dict[str, set[int]] = {}  # request → ranks that know of it
         self._bound: dict[str, set[int]] = {}  # request → ranks that hold something of it which is nowhere else
+        self._looked_at: dict[int, list[Collection[str] | None]] = {}  # rank → inputs that its resources read
         self._stash: list[FromRank] = []
         self._mirrored: int | None = None
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when the others must have, too
@@ -263,7 +264,20 @@ class Ranks:
                         (later if number else now).setdefault(rank, []).append((name, *owner, wanted))
         for rank in {*now, *later}:
             self._touched.setdefault(request.id, set()).add(rank)
-            self.tell(rank, Open(request=request, needs=now.get(rank, []), later=later.get(rank, [])))
+            mine = msgspec.structs.replace(request, inputs=self._inputs_of(rank, request))
+            self.tell(rank, Open(request=mine, needs=now.get(rank, []), later=later.get(rank, [])))
+
+    def _inputs_of(self, rank: int, request: EngineRequest) -> dict[str, Any]:
+        """What the resources of *rank* look at of *request*'s inputs; what its nodes read comes with their steps."""
+        if rank not in self._looked_at:
+            there = {name for name in self.books if any(rank in seat.ranks for seat in self.seats.all_of_pool(name))}
+            self._looked_at[rank] = [self.books[name].inputs() for name in sorted(there)]
+        looked_at = self._looked_at[rank]
+        return {
+            name: value
+            for name, value in request.inputs.items()
+            if any(names is None or name in names for names in looked_at)
+        }
 
     def closing(self, owners: Iterable[tuple[str, Owner]]) -> None:
         """(resource, owner) each are about to be free again."""

@@ -165,7 +165,7 @@ class SeatedPool(Resource):
 
     def __init__(self, resource: str, first: Resource, seats: Seats):
         super().__init__(resource, first.spec, first.context)
-        self.kind = first.kind
+        self.kind, self.looks_at = first.kind, first.looks_at
         self._seats = seats
         self.pools: dict[Seat, Resource] = {}
         self._held: dict[Owner, list[Seat]] = {}
