@@ -71,7 +71,7 @@ def transcripts(folder: Path, sound: bytes, **overrides: Any) -> tuple[dict[str,
         try:
             answer = client.post(
                 "/v1/audio/transcriptions",
-                data={"model": KEY, "response_format": "verbose_json", "temperature": "0"},
+                data={"model": KEY, "response_format": "verbose_json", "temperature": "0", "vad_filter": "false"},
                 files={"file": ("clip.wav", sound, "audio/wav")},
             )
             assert answer.status_code == 200, answer.text
