@@ -25,6 +25,7 @@ from mstar_server.app import create_app
 
 KEY = "whisper_base"
 EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+SURE = {"temperature": "0", "temperature_increment": "0", "seed": "1", "vad_filter": "false"}
 PLACES: dict[str, Any] = {"encoder": 1, "decoder": {"listen": 1, "write": 0}}
 
 
@@ -71,7 +72,7 @@ def transcripts(folder: Path, sound: bytes, **overrides: Any) -> tuple[dict[str,
         try:
             answer = client.post(
                 "/v1/audio/transcriptions",
-                data={"model": KEY, "response_format": "verbose_json", "temperature": "0", "vad_filter": "false"},
+                data={"model": KEY, "response_format": "verbose_json", **SURE},
                 files={"file": ("clip.wav", sound, "audio/wav")},
             )
             assert answer.status_code == 200, answer.text
