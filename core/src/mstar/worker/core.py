@@ -40,7 +40,8 @@ from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
-from mstar.worker.ranks import Landing, Peer, RankLost, Ranks, coordinate
+from mstar.worker.rank_links import Peer, RankLost
+from mstar.worker.ranks import Landing, Ranks, coordinate
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace

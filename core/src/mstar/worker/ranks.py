@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +29,6 @@ from mstar.graph.values import Ref
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner, Resource
 from mstar.resources.staging import Late, to_device
-from mstar.spec.errors import RequestError
 from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest, Failed
 from mstar.worker.build import Built, declared_resources
@@ -38,7 +37,6 @@ from mstar.worker.messages import (
     Agreed,
     Close,
     Contents,
-    Drop,
     Fetch,
     Fetched,
     FromRank,
@@ -56,39 +54,17 @@ from mstar.worker.messages import (
     Skip,
     ToRank,
 )
+from mstar.worker.rank_links import Away, Link, Peer, RankLost
 from mstar.worker.routing import DOUBT_S, Routing
 from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
 
-__all__ = ["Landing", "Peer", "RankLost", "Ranks", "coordinate"]
+__all__ = ["Landing", "Ranks", "coordinate"]
 
 _HERE = 0
 _CPU = torch.device("cpu")
 _FETCH_S = 60.0
-
-
-class Peer(Protocol):
-    """The way to one other rank."""
-
-    def send(self, messages: list[ToRank]) -> None:
-        """Send *messages*, in order."""
-
-    def receive(self, timeout: float) -> Sequence[FromRank]:
-        """What has come, in order; waits up to *timeout* seconds for the first."""
-
-
-class RankLost(RequestError):
-    """The rank that a request was served by has died."""
-
-    def __init__(self, rank: int, reason: str):
-        super().__init__(
-            f"rank {rank}, which served a part of the request, is gone: {reason}",
-            code="worker_died",
-            status=503,
-            type="server_error",
-        )
-        self.retry_after = 5.0
 
 
 @dataclass(slots=True)
@@ -109,46 +85,6 @@ class _Flying:
     waiting: set[int]
     decodes: bool
     failed: dict[int, frozenset[int]] = field(default_factory=dict)
-
-
-class _Link:
-    """One other rank while it lives."""
-
-    def __init__(self, peer: Peer):
-        self.peer = peer
-        self.outbox: list[ToRank] = []
-        self.dropped: list[int] = []  # keys that nobody here holds any more
-        self.flying = self.decoding = 0
-
-    def flush(self) -> None:
-        if self.dropped:
-            keys = self.dropped[:]
-            del self.dropped[: len(keys)]  # not those that the collector lets go of meanwhile
-            self.outbox.append(Drop(keys=keys))
-        if self.outbox:
-            messages, self.outbox = self.outbox, []
-            self.peer.send(messages)
-
-
-class Away:
-    """Where else a tensor is. *held*: rank → its hold there, and at which of the tensor's items it begins."""
-
-    __slots__ = ("_fetch", "held")
-
-    def __init__(self, fetch: Callable[[int, int], Tensor]):
-        self.held: dict[int, tuple[Handle, int]] = {}
-        self._fetch = fetch
-
-    def copy(self) -> Away:
-        """One that holds the same, and may come to hold more."""
-        other = Away(self._fetch)
-        other.held.update(self.held)
-        return other
-
-    def fetch(self) -> Tensor:
-        """The tensor, of which nothing is here but its shape. Waits for a rank that has it."""
-        rank, (handle, _) = next(iter(self.held.items()))
-        return self._fetch(rank, handle.key)
 
 
 class Ranks:
@@ -172,7 +108,7 @@ class Ranks:
         self.seats = Seats(routing.plan, self.layout, lambda rank: rank == _HERE or rank in self._links)
         self.books: dict[str, Resource] = {}
         """The pools that requests are admitted by: those of this rank, and shadows of the others'."""
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         for name, pool in pools.items():
             self._book(name, _HERE, pool)
         self._steps, self._sent = itertools.count(1), itertools.count(1)
@@ -187,7 +123,7 @@ class Ranks:
     # --- ranks come and go --------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """*rank* is ready. *facts*: what its follower said of itself."""
-        self._links[rank] = _Link(peer)
+        self._links[rank] = Link(peer)
         capacities = facts["capacities"]
         elsewhere = {name: units for name, units in capacities.items() if _HERE not in self._seat_at(name, rank).ranks}
         for name, shadow in self._shadows(elsewhere).items():
@@ -394,7 +330,7 @@ class Ranks:
     def may_run_elsewhere(self, group: tuple[Any, ...]) -> bool:
         """Whether a step of *group* can begin now, on other ranks alone."""
         ranks = group[-1].ranks
-        return _HERE not in ranks and all(rank in self._links and _has_room(self._links[rank]) for rank in ranks)
+        return _HERE not in ranks and all(rank in self._links and self._links[rank].has_room for rank in ranks)
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Tell the other ranks of a step what to run."""
@@ -471,7 +407,7 @@ class Ranks:
         if flight.first + len(flight.work) == len(flying.work):
             self._compare(flight.step, flying)
 
-    def _row(self, w: Work, rank: int, link: _Link, values: list[Contents]) -> Row:
+    def _row(self, w: Work, rank: int, link: Link, values: list[Contents]) -> Row:
         call = w.call
         request = call.run.request
         session = self._session_key(request)
@@ -487,7 +423,7 @@ class Ranks:
             return None
         return Session(request.session, request.tenant, 0.0).key
 
-    def _given(self, value: Any, rank: int, link: _Link, values: list[Contents]) -> Any:
+    def _given(self, value: Any, rank: int, link: Link, values: list[Contents]) -> Any:
         if not isinstance(value, Ref):
             return value
         away = value.away
@@ -623,10 +559,6 @@ class Ranks:
 
     def status(self) -> list[dict[str, Any]]:
         return [{"rank": rank, "flying": link.flying} for rank, link in sorted(self._links.items())]
-
-
-def _has_room(link: _Link) -> bool:
-    return link.flying < (1 if link.decoding else 2)
 
 
 def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks | None:
