@@ -237,14 +237,14 @@ def test_the_sampler_goes_on_as_it_was(sampling: dict[str, Any], registry: Regis
 
 
 @pytest.mark.parametrize("place", [1, [0, 1]], ids=str)
-def test_a_session_elsewhere_is_refused_as_here_when_it_grows_too_long(
+def test_rank_0_knows_how_much_of_a_pool_elsewhere_a_session_has(
     place: object, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 knows how much of another rank's pool a session has."""
+    """It is refused when it grows too long, and dropped when another request needs its room: as on one rank."""
     model: Any = load_object(miniature("mini_tts").model)
     plain = model.graph
     monkeypatch.setattr(model, "graph", lambda self: replace(plain(self), sessions=("kv", "positions", "sampler")))
-    pools = {"kv": {"tokens": 256}}
+    pools = {"kv": {"tokens": 256}}  # 64 pages
     drivers = (
         Driver("mini_tts", registry, resources=pools),
         RankDriver("mini_tts", registry, resources=pools, placement={"lm": place, "codec": 0}),
@@ -254,7 +254,13 @@ def test_a_session_elsewhere_is_refused_as_here_when_it_grows_too_long(
         for turn in range(4):
             driver.submit(str(turn), Example("a" * 60, {"max_tokens": 5}), session="s")
             driver.run()
-        said.append([getattr(driver.ended[str(turn)], "message", "answered") for turn in range(4)])
+        kept = len(driver.worker.sessions)
+        driver.submit("large", Example("a" * 150, {"max_tokens": 5}))  # 39 pages, and the session has some 50
+        driver.run()
+        dropped = kept - len(driver.worker.sessions)
+        ends = [getattr(driver.ended[name], "message", "answered") for name in ("0", "1", "2", "3", "large")]
+        said.append((ends, kept, dropped if place == 1 else 1))
         driver.assert_empty()
     assert said[0] == said[1]
-    assert said[0][-1] != "answered"
+    assert said[0][0][3] != "answered"
+    assert said[0][1:] == (1, 1)
