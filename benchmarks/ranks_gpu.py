@@ -8,8 +8,9 @@
 Models have random weights at published shapes (``gpu/shapes.py``). Parts: ``check`` (all ranks say what one says, token
 for token in float32; always first), ``sums`` (one all-reduce of a step's size, by NCCL, in order, and through symmetric
 memory), ``decode`` (tp = ranks beside tp = 1), ``replicas`` (a replica on each GPU beside one), ``transfer`` (a
-context's pages from one GPU to another). Each part runs in processes of its own; what breaks is reported, and the next
-goes on. NOTES.md says what is expected.
+context's pages from one GPU to another), ``split`` (prompts and decoding apart, served, beside one rank; of itself in
+about a minute with ``--parts split --shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is
+reported, and the next goes on. NOTES.md says what is expected.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from common import ROOT, environment, table
 
 __all__ = ["main", "run_part"]
 
-PARTS = ("check", "sums", "decode", "replicas", "transfer")
+PARTS = ("check", "sums", "decode", "replicas", "transfer", "split")
 SHAPES = ("llama-3.2-3b", "qwen3-8b")
 LIMIT_S = 240.0
 ALL_S = 480.0
@@ -63,7 +64,10 @@ def run_part(
                 "out": str(out),
                 "symmetric_bytes": symmetric_bytes,
             }
-            command = [sys.executable, "-m", "gpu.ranks", json.dumps(job)]
+            if part == "split" and rank:
+                break  # its executor starts the others
+            module = "gpu.split" if part == "split" else "gpu.ranks"
+            command = [sys.executable, "-m", module, json.dumps(job)]
             processes.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}))
         failed = _wait(processes, time.monotonic() + limit)
         lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -293,8 +293,16 @@ async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root:
         before = ranks.executor.pids
         if how == "kill":
             os.kill(before[1], signal.SIGKILL)
+        others = [f"other {n}" for n in range(3)]  # in the same step: it must not be repeated in halves
+        for name in others:
+            ranks.submit_text(name, "aside")
         ranks.submit_text("lost", "L" * MANY)
         end = await ranks.end("lost")
+        if how == "fault":
+            assert isinstance(end, Failed)
+            assert "not on others within 1 s" in end.message
+        for name in others:
+            await ranks.end(name)
         assert isinstance(end, Failed)
         assert (end.status, end.code) == (503, "worker_died")
         await ranks.until(lambda: ranks.executor.phase.name == "ready")

@@ -23,6 +23,7 @@ MODELS = {
     frozenset({"encoder", "decoder"}): "mini_seq2seq",
     frozenset({"lm", "codec"}): "mini_tts",
     frozenset({"denoiser"}): "mini_denoise",
+    frozenset({"lm"}): "mini_hybrid",
 }
 """Nodes that a page places → a miniature that has them."""
 
@@ -34,7 +35,7 @@ def files(page: str) -> list[dict[str, Any]]:
 
 PLACED = [
     pytest.param(file["placement"], id=f"{page}-{number}")
-    for page in ("nodes-apart.md", "node-copies.md", "copies.md")
+    for page in ("nodes-apart.md", "node-copies.md", "prefill-decode.md", "copies.md")
     for number, file in enumerate(files(page))
     if "placement" in file
 ]
@@ -57,7 +58,7 @@ def test_every_file_is_a_deployment() -> None:
     layout = layout_of(deployment.placement, deployment.placement)
     assert (ranks_of(deployment.placement), layout.ranks) == (7, 7)
     assert layout.gang(6) == (0, 6)
-    assert layout.nodes_of(0) == ["lm"]
+    assert layout.nodes_of(0) == ["lm", "writer"]
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,28 @@ def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
     nodes = [node.name for node in Driver("mini_look").worker.plan.graph.nodes]
     with pytest.raises(DeploymentError, match="keeps what it computes"):
         RankDriver(miniature("mini_look"), placement=dict.fromkeys(nodes[:1], 1))
+
+
+@pytest.mark.parametrize(
+    ("key", "placement", "said"),
+    [
+        ("mini_chat", {"lm": {"prefil": 1, "decode": 0}}, "placement.lm.prefil: unknown walk; did you mean 'prefill'?"),
+        ("mini_chat", {"lm": {"prefill": 1}}, "a place for one walk only"),
+        ("mini_chat", {"lm": {"walks": {"prefill": 1, "decode": 0}, "tp": 2}}, "tp beside walks"),
+        ("mini_tts", {"lm": {"prefill": 1, "decode": {"ranks": [0, 2], "tp": 2}}}, "prefill tp 1 × sp 1, decode tp 2"),
+        ("mini_tts", {"codec": {"speak": 1, "decode": 0}}, "walk 'speak' does not call node 'codec'; 'decode' does"),
+        ("mini_chat", {"lm": {"prefill": 1, "decode": 3}}, "rank 2 runs no node"),
+        ("mini_planner", {"calc": {"read": 0, "twice": 1, "shift": 0}}, "a request never goes back"),
+        ("mini_denoise", {"denoiser": {"prefill": 1, "decode": 0}}, "in several branches at once"),
+        ("mini_omni", {"thinker": 0, "talker": {"prefill": 1, "decode": 0}}, "none is outside of loops"),
+    ],
+)
+def test_a_place_for_each_walk_is_refused_where_it_cannot_be(key: str, placement: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeploymentError, match=re.escape(said)):
+        RankDriver(miniature(key), placement=placement)
+
+
+def test_state_that_cannot_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mstar.resources.recurrent.RecurrentStateResource.moves", False)
+    with pytest.raises(DeploymentError, match=re.escape("resource 'state' (recurrent_state) cannot move")):
+        RankDriver(miniature("mini_hybrid"), placement={"lm": {"prefill": 1, "decode": 0}})

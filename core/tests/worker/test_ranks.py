@@ -16,6 +16,7 @@ from mstar.spec.request import Done, Failed
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import MINIATURES, Miniature, miniature
 from mstar.testing.rank_drive import RankDriver
+from mstar.worker.handles import unpack
 from mstar.worker.messages import Contents, Open, Run
 
 from .test_miniatures import assert_right, examples
@@ -254,6 +255,19 @@ def test_what_a_dead_rank_had_is_sent_to_the_next_one(registry: Registry) -> Non
     assert again.key != first.key
 
 
+def test_what_lies_in_one_tensor_is_sent_value_by_value(registry: Registry) -> None:
+    ranks = RankDriver(miniature("mini_tts"), registry, placement={"lm": 0, "codec": 1}).worker.ranks
+    assert ranks is not None
+    base, away, sent = torch.arange(3), ranks._away(1, []), list[Contents]()
+    values = [Ref(base, place, place + 1, True) for place in range(3)]
+    for value in values:
+        value.away = away
+    parts = [ranks._given(value, 1, ranks._links[1], sent) for value in values]
+    for part, contents, value in zip(parts, sent, values, strict=True):
+        assert part.key == contents.key
+        assert unpack(contents, torch.device("cpu"))[part.start : part.stop].tolist() == value.items().tolist()
+
+
 def test_a_copy_of_a_node_dies_and_the_other_serves_on(registry: Registry) -> None:
     mini = miniature("mini_chat")
     driver = RankDriver(mini, registry, seed=7, placement={"lm": [0, 1]})
@@ -291,5 +305,7 @@ def test_what_chance_decides_is_decided_before_the_ranks_hear_of_it(registry: Re
     driver.worker.submit(prepared.request)
     driver.run()
     (begin,) = [message for message in opened if isinstance(message, Open)]
+    assert {*prepared.request.inputs} == {"prompt", "start"}
+    assert {*begin.request.inputs} == {"start"}  # what its sampler looks at; the encoder's is elsewhere
     assert begin.request.sampling["sampler"].seed is not None
     assert begin.request.sampling["sampler"].seed == prepared.request.sampling["sampler"].seed

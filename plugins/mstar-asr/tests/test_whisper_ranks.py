@@ -17,6 +17,7 @@ from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
 from mstar.testing.drive import Driver
+from mstar.testing.examples import Example
 from mstar.testing.ranks import Ranks
 from mstar_asr.whisper.tiny import draw, write
 
@@ -42,6 +43,15 @@ def registry() -> Registry:
     return Registry(load_plugins(Settings(extra_plugins=() if installed else ("mstar_asr.plugin",))))
 
 
+def draws() -> dict[str, Example]:
+    """Clips by the names of their requests."""
+    rng, found = random.Random(5), {}
+    for number in range(CLIPS):
+        example = draw("whisper_base", rng)
+        found[str(number)] = replace(example, knobs={**example.knobs, "temperature": 0.0, "seed": 1, "max_tokens": 9})
+    return found
+
+
 def heard(world: World | None, folder: Path, size: int) -> list[dict[str, Any]]:
     meshes = {}
     if world is not None:
@@ -49,11 +59,8 @@ def heard(world: World | None, folder: Path, size: int) -> list[dict[str, Any]]:
         assert mesh is not None
         meshes = {"encoder": mesh, "decoder": mesh}
     driver = Driver("whisper_base", registry(), folder, meshes)
-    rng = random.Random(5)
-    for number in range(CLIPS):
-        example = draw("whisper_base", rng)
-        example = replace(example, knobs={**example.knobs, "temperature": 0.0, "seed": 1, "max_tokens": 9})
-        prepared = driver.prepare(str(number), example, ability="transcription", timestamps=("word",))
+    for name, example in draws().items():
+        prepared = driver.prepare(name, example, ability="transcription", timestamps=("word",))
         driver.submit_prepared(prepared, example)
     driver.run()
     found = [dict(driver.result(str(number))) for number in range(CLIPS)]

@@ -97,13 +97,19 @@ def _print(facts: dict[str, Any]) -> None:
 
 def _add_nodes(tree: Tree, facts: dict[str, Any]) -> None:
     for node in facts["nodes"]:
-        seats = " and ".join(str(Seat(tuple(seat["ranks"]), seat["tp"], seat["sp"])) for seat in node["seats"])
+        seats = _seats(node["seats"])
+        if node["places"]:
+            seats = ", then ".join(f"{_seats(there)} for {part}" for part, there in node["places"].items())
         rows = f", at most {node['max_rows']} rows a step" if node["max_rows"] else ""
         branch = tree.add(f"{node['name']} on {seats}{rows}")
         for entry in node["entries"]:
             inputs, outputs = (", ".join(map(_port, entry[side])) for side in ("inputs", "outputs"))
             uses = f" using {', '.join(entry['resources'])}" if entry["resources"] else ""
             branch.add(f"{entry['name']}({inputs}) → {outputs or 'nothing'}{uses}")
+
+
+def _seats(seats: list[dict[str, Any]]) -> str:
+    return " and ".join(str(Seat(tuple(seat["ranks"]), seat["tp"], seat["sp"])) for seat in seats)
 
 
 def _port(port: dict[str, Any]) -> str:

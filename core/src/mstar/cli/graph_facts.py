@@ -35,7 +35,7 @@ from mstar.spec.graph import (
     WhenTrue,
     Whole,
 )
-from mstar.spec.placement import layout_of
+from mstar.spec.placement import Seat, layout_of
 from mstar.spec.resources import ResourceSpec
 
 __all__ = ["graph_facts"]
@@ -53,9 +53,10 @@ def graph_facts(
             {
                 "name": node.name,
                 "ranks": [rank for seat in layout.seats[node.name] for rank in seat.ranks],
-                "seats": [
-                    {"ranks": list(seat.ranks), "tp": seat.tp, "sp": seat.sp} for seat in layout.seats[node.name]
-                ],
+                "seats": [_seat(seat) for seat in layout.seats[node.name]],
+                "places": {
+                    part: [_seat(seat) for seat in seats] for part, seats in layout.by_walk.get(node.name, {}).items()
+                },
                 "max_rows": node.max_rows,
                 "entries": [_entry(entry) for entry in node.entries],
             }
@@ -68,6 +69,10 @@ def graph_facts(
         "sessions": list(graph.sessions),
         "resources": {name: {"kind": spec.kind, **_fields(spec)} for name, spec in resources.items()},
     }
+
+
+def _seat(seat: Seat) -> dict[str, Any]:
+    return {"ranks": list(seat.ranks), "tp": seat.tp, "sp": seat.sp}
 
 
 def _entry(entry: Entry) -> dict[str, Any]:

@@ -337,7 +337,8 @@ class RanksExecutor(ProcessesExecutor):
         living = {n for n, rank in self._ranks.items() if rank.ready.is_set()} - {*gang}
         return all(
             node not in self._layout.by_context and any(living.issuperset(seat.ranks) for seat in seats)
-            for node, seats in self._layout.seats.items()
+            for node in self._layout.seats
+            for seats in self._layout.stages(node)
             if any({*gang} & {*seat.ranks} for seat in seats)
         )
 

@@ -26,7 +26,7 @@ from mstar.spec.request import EngineRequest
 if TYPE_CHECKING:
     from mstar.resources.staging import Stage
 
-__all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "Usage"]
+__all__ = ["IntegrityError", "Owner", "Resource", "ResourceContext", "Row", "State", "Usage"]
 
 
 class IntegrityError(MstarError):
@@ -55,6 +55,14 @@ class Row:
     complete: bool = True
     ids: Sequence[int] | None = None
     start: int = 0
+
+
+class State(NamedTuple):
+    """One owner's state, to go on with in another rank's pool. *facts*: plain data (numbers, bytes, lists of numbers);
+    *tensors*: torch tensors of their own, which later steps do not change. What they hold is the resource's affair."""
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Any]
 
 
 class Usage(NamedTuple):
@@ -98,12 +106,18 @@ class Resource(abc.ABC):
     """Whether :meth:`retract` works: then a request's next step may be launched before it is known whether the step
     before ended its loop."""
 
+    moves: bool = False
+    """Whether :meth:`export` and :meth:`adopt` work: then a node that uses it may have a place for each walk."""
+
     batch_invariant: bool = False
     """Whether, in a deterministic context, what its views compute for a row follows from the row alone, bit for bit.
     Others are refused with ``engine.deterministic`` on a GPU."""
 
     def __init__(self, name: str, spec: Any, context: ResourceContext):
         self.name, self.spec, self.context = name, spec, context
+
+    looks_at: Sequence[str] | None = None
+    """Fields of its declaration that name what :meth:`open` reads of a request's inputs. ``None``: it may read any."""
 
     # --- admission ------------------------------------------------------------------------------------------------
     @abc.abstractmethod
@@ -127,6 +141,32 @@ class Resource(abc.ABC):
     def close(self, owner: Owner) -> None:
         """Free everything of *owner*: state and reservation. Closing an unknown owner is an error."""
 
+    def taken(self, owner: Owner) -> int:
+        """Units that the state of *owner* takes so far, where that grows with its tokens; 0 for one that is not
+        open."""
+        return 0
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        """The pool on another rank whose books these are has *tokens* more of *owner*, or fewer if negative. So that
+        :meth:`reserve` answers for a session as that pool would."""
+
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """*owner*'s state, all that is committed, for :meth:`adopt` of a pool that was declared alike. The owner stays
+        as it is until it is closed."""
+        raise NotImplementedError(f"{type(self).__name__} cannot hand over what an owner holds")
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        """:meth:`open` for an *owner* that has a reservation here and goes on with *state*, whose tensors are on this
+        pool's device. *request*: the one under way."""
+        raise NotImplementedError(f"{type(self).__name__} cannot take over what an owner held elsewhere")
+
+    def inputs(self) -> Sequence[str] | None:
+        """The request's inputs that :meth:`open` looks at, by name; ``None``: it may look at any."""
+        if self.looks_at is None:
+            return None
+        return [name for name in (getattr(self.spec, field) for field in self.looks_at) if name is not None]
+
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
         """How many of *ids*, from the first, need not be computed for this fresh owner. ``None``: no opinion (the
@@ -145,6 +185,11 @@ class Resource(abc.ABC):
         """How many of the *tokens* that are left of a prompt the next step should take at most, so that it ends where
         this resource would like to keep its state. By default all."""
         return tokens
+
+    def cuts(self, owner: Owner, tokens: int) -> Sequence[int]:
+        """Where :meth:`cut` would end the steps of a prompt of which *tokens* are left, if nothing else did: how many
+        of them come before each, but for the last. For a rank that cannot ask before each step."""
+        return ()
 
     # --- calls in pieces ----------------------------------------------------------------------------------------------
     def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:

@@ -8,8 +8,9 @@ of keys and values are gone is not found any more, since it is looked for within
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mstar.resources.base import IntegrityError
 from mstar.resources.prefix import PageChain, page_digests, salted
@@ -116,6 +117,16 @@ class Lineage:
         self._lost = False
         self.length = self.last = self.branch = 0
 
+    def facts(self) -> dict[str, Any]:
+        """What is known of the context, without its checkpoints: see :meth:`restore`."""
+        return {"chain": self._chain.facts(), "lost": self._lost, "length": self.length}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on with a context of another pool, whose :meth:`facts` these are. Its checkpoints stay there."""
+        digest, rest, known = facts["chain"]
+        self._chain.restore(digest, rest, known)
+        self._lost, self.length, self.last = facts["lost"], facts["length"], facts["length"]
+
     def skip(self, ids: Sequence[int]) -> None:
         """Begin behind *ids*."""
         self._chain.add(ids)
@@ -177,9 +188,21 @@ class Lineage:
 
         :param apart: the most tokens between two.
         """
-        page, end = self._store.page, self.length + tokens
-        wanted = [(self.length // apart + 1) * apart, self.branch]
+        return self._next_cut(self.length, self.last, self.length + tokens, apart) - self.length
+
+    def cuts(self, tokens: int, apart: int) -> list[int]:
+        """How many of the *tokens* left come before each place where :meth:`cut` would end a step."""
+        at, last, end, found = self.length, self.last, self.length + tokens, []
+        while (at := self._next_cut(at, last, end, apart)) < end:
+            found.append(at - self.length)
+            last = at if at % self._store.page == 0 else last
+        return found
+
+    def _next_cut(self, length: int, last: int, end: int, apart: int) -> int:
+        """Where the step from *length* on is to end, of a prompt up to *end* whose last checkpoint is at *last*."""
+        page = self._store.page
+        wanted = [(length // apart + 1) * apart, self.branch]
         final = (end - 1) // page * page  # the last token is always computed
-        if final - self.last >= apart // 4:
+        if final - last >= apart // 4:
             wanted.append(final)
-        return min((at for at in wanted if self.length < at < end), default=end) - self.length
+        return min((at for at in wanted if length < at < end), default=end)

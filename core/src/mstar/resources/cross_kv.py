@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.paged_kv import flat_positions
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
 from mstar.resources.staging import Lane
@@ -101,6 +101,8 @@ class CrossKV(SlotResource):
     """
 
     kind = "cross_kv"
+    moves = True
+    looks_at = ()
     speculates = True
     spec: specs.CrossKV
 
@@ -142,6 +144,17 @@ class CrossKV(SlotResource):
         self._lengths.pop(owner, None)
         self._staged.pop(owner, None)
         self._fresh.discard(owner)
+
+    def export(self, owner: Owner) -> State:
+        """``kv``: ``[layers, 2, positions, kv_heads, head_dim]``."""
+        length, first = self._lengths[owner], self._slots[owner] * self.spec.max_tokens
+        return State({"length": length}, {"kv": self.memory.data[:, :, first : first + length].clone()})
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        length, first = int(state.facts["length"]), self._slots[owner] * self.spec.max_tokens
+        self.memory.data[:, :, first : first + length].copy_(state.tensors["kv"])
+        self._lengths[owner] = length
 
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
         """Steps whose rows have no memory yet are to write it: they run without a graph."""

@@ -15,7 +15,7 @@ from mstar.nn.ops import HeadNorms
 from mstar.nn.rotary import Rotation
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, KVPlan, pick_backend
 from mstar.resources.attention.memory import dtype_named
-from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, State, Usage
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.pages import PagePool
 from mstar.resources.slots import SlotPool
@@ -102,6 +102,8 @@ class PagedKV(Resource):
     """Paged keys and values with prefix cache and copy-on-write. Its view is a :class:`PagedView`; units are pages."""
 
     kind = "paged_kv"
+    moves = True
+    looks_at = ()
     speculates = True
     batch_invariant = True
     spec: specs.PagedKV
@@ -180,6 +182,37 @@ class PagedKV(Resource):
         line = self._lines.release(owner)
         self._held[line] = self._room[line] = 0  # the next owner's, until it is opened
         self._planned = None
+
+    def taken(self, owner: Owner) -> int:
+        return self.pool.units(self.pool.held(owner))
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        self.pool.follow(owner, tokens)
+        self._held[self._lines[owner]] += tokens
+
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """``kv``: ``[layers, 2, tokens, kv_heads, head_dim]``, gathered from the pages in one operation."""
+        ids, learns = self.pool.known(owner)
+        tokens = self.pool.length(owner)
+        data = self.memory.data
+        return State(
+            {"tokens": tokens, "ids": ids, "learns": learns},
+            {"kv": data.index_select(2, to_device(self._places_of(owner, tokens), data.device))},
+        )
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        tokens, data = int(state.facts["tokens"]), self.memory.data
+        self.pool.fill(owner, tokens, state.facts["ids"], state.facts["learns"])
+        self._mirror(owner, 0)
+        self._held[self._lines[owner]] = tokens
+        data.index_copy_(2, to_device(self._places_of(owner, tokens), data.device), state.tensors["kv"])
+
+    def _places_of(self, owner: Owner, tokens: int) -> npt.NDArray[np.int64]:
+        """Where *owner*'s first *tokens* tokens are kept, ``[tokens]``."""
+        size, table = self.pool.page_size, np.asarray(self.pool.table(owner), np.int64)
+        return (table[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
 
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:

@@ -158,6 +158,28 @@ class PagePool:
             self._owed[pages[-1]] = self._owed.get(pages[-1], 0) + 1
             self._promised += 1
 
+    # --- from another pool --------------------------------------------------------------------------------------------
+    def known(self, owner: Owner) -> tuple[list[int], bool]:
+        """The ids of *owner*'s first tokens, as far as they are known, and whether more may be learnt."""
+        context = self._get(owner)
+        return context.ids.tolist(), not context.lost
+
+    def follow(self, owner: Owner, tokens: int) -> None:
+        """Another pool, of which this one only keeps the promises, has *tokens* more of *owner*."""
+        context = self._get(owner)
+        context.length, context.lost = context.length + tokens, True
+
+    def fill(self, owner: Owner, tokens: int, ids: Sequence[int], learns: bool = True) -> None:
+        """Begin fresh *owner* with pages of its own for *tokens* committed tokens, which another pool has computed.
+        *ids* and *learns*: as that pool's :meth:`known` says."""
+        context, pages = self._get_fresh(owner), self.units(tokens)
+        if pages > context.promise or len(ids) > tokens:
+            raise IntegrityError(f"{owner} comes with {tokens} tokens, and {context.promise} pages were promised to it")
+        context.table.extend(self._take(context, pages))
+        self._promised -= pages
+        context.length, context.lost = tokens, not learns
+        self._add_ids(context, ids)
+
     # --- a step -------------------------------------------------------------------------------------------------------
     def fits(self, owner: Owner, tokens: int) -> bool:
         """Whether *tokens* more tokens stay within the promise."""

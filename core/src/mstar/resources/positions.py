@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.slotted import SlotResource
 from mstar.spec.errors import RequestError
 from mstar.spec.request import EngineRequest
@@ -43,6 +43,8 @@ class PositionsResource(SlotResource):
     """
 
     kind = "positions"
+    moves = True
+    looks_at = ("prompt",)
     batch_invariant = True
     capturable = True
     capturable_chunks = True
@@ -86,6 +88,22 @@ class PositionsResource(SlotResource):
     def close(self, owner: Owner) -> None:
         self._explicit.pop(self._slots[owner], None)
         super().close(owner)
+
+    def export(self, owner: Owner) -> State:
+        """``explicit``: int64 ``[axes, T]``, what is left of a prompt's own positions."""
+        slot = self._slots[owner]
+        explicit = self._explicit.get(slot)
+        facts = {"tokens": int(self._tokens[slot]), "delta": int(self._delta[slot])}
+        if explicit is None:
+            return State(facts, {})
+        return State({**facts, "start": explicit.start}, {"explicit": torch.tensor(explicit.given)})
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        slot = self._slots[owner]
+        self._tokens[slot], self._delta[slot] = state.facts["tokens"], state.facts["delta"]
+        if "explicit" in state.tensors:
+            self._explicit[slot] = _Explicit(state.facts["start"], state.tensors["explicit"].cpu().numpy())
+        self._open.add(owner)
 
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
         return None

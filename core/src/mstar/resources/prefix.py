@@ -37,6 +37,14 @@ class PageChain:
     def __init__(self, salt: str, page: int):
         self._digest, self._page, self._rest, self.known = salted(salt), page, array("q"), 0
 
+    def facts(self) -> tuple[bytes, list[int], int]:
+        """All that another one needs to go on as this one: see :meth:`restore`."""
+        return self._digest, self._rest.tolist(), self.known
+
+    def restore(self, digest: bytes, rest: Iterable[int], known: int) -> None:
+        """Go on as the one whose :meth:`facts` these are."""
+        self._digest, self._rest, self.known = digest, array("q", rest), known
+
     def add(self, ids: Iterable[int]) -> list[tuple[int, bytes]]:
         """The next tokens are *ids*. Gives the length and the digest of each beginning that they complete."""
         before = self.known - len(self._rest)

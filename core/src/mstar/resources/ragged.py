@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mstar.resources.attention import AttentionBackend, AttentionNeed, RaggedPlan, pick_backend
-from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, State, Usage
 from mstar.resources.staging import Stage
 from mstar.spec import resources as specs
 from mstar.spec.errors import MstarError, RequestError
@@ -70,6 +70,8 @@ class RaggedAttention(Resource):
     :class:`RaggedView`."""
 
     kind = "ragged_attention"
+    moves = True
+    looks_at = ("segments",)
     speculates = True
     spec: specs.RaggedAttention
 
@@ -93,6 +95,12 @@ class RaggedAttention(Resource):
     def reserve(self, owner: Owner, units: int) -> bool:
         self._owners.add(owner)
         return True
+
+    def export(self, owner: Owner) -> State:
+        return State({}, {})  # what there is comes with the request
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
 
     def open(self, owner: Owner, request: EngineRequest) -> None:
         if owner not in self._owners:

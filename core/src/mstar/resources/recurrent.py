@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mstar.nn.ops.delta import StateSlots
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State, Usage
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.checkpoints import Checkpoints, Lineage
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
@@ -102,6 +102,8 @@ class RecurrentStateResource(SlotResource):
     kind = "recurrent_state"
     capturable = True
     capturable_chunks = True
+    moves = True
+    looks_at = ()
     speculates = True
     spec: RecurrentState
 
@@ -154,6 +156,23 @@ class RecurrentStateResource(SlotResource):
             lineage.end()
         super().close(owner)
 
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """Each tensor by its name, ``[layers, *shape]``. States that are kept for the prefix cache stay."""
+        places = self._books.now(self._slots[owner]).tolist()
+        tensors = {name: pool[place].clone() for (name, pool), place in zip(self._pools.items(), places, strict=True)}
+        lineage = self._lineages.get(owner)
+        return State({} if lineage is None else {"lineage": lineage.facts()}, tensors)
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        places = self._books.now(self._slots[owner]).tolist()
+        for (name, pool), place in zip(self._pools.items(), places, strict=True):
+            pool[place].copy_(state.tensors[name])
+        lineage = self._lineages.get(owner)
+        if lineage is not None and "lineage" in state.facts:
+            lineage.restore(state.facts["lineage"])
+
     # --- prefix reuse -----------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
         lineage = self._lineages.get(owner)
@@ -180,6 +199,10 @@ class RecurrentStateResource(SlotResource):
     def cut(self, owner: Owner, tokens: int) -> int:
         lineage = self._lineages.get(owner)
         return tokens if lineage is None else lineage.cut(tokens, self._apart)
+
+    def cuts(self, owner: Owner, tokens: int) -> Sequence[int]:
+        lineage = self._lineages.get(owner)
+        return () if lineage is None else lineage.cuts(tokens, self._apart)
 
     # --- a step -------------------------------------------------------------------------------------------------------
     def plan(self, rows: Sequence[Row], frozen: bool = False) -> RecurrentStateView:

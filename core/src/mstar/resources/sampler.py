@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mstar.nn import ops, sampling
 from mstar.nn.node import Sampled
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.grammars import GrammarCompiler
 from mstar.resources.sampler_edits import Edits, Masks, bias_room
 from mstar.resources.sampler_history import TokenHistories
@@ -136,6 +136,8 @@ class SamplerResource(SlotResource):
     """
 
     kind = "sampler"
+    moves = True
+    looks_at = ("prompt",)
     speculates = True
     batch_invariant = True
     capturable = True
@@ -173,6 +175,7 @@ class SamplerResource(SlotResource):
         self._recent: dict[int, tuple[list[Tensor], int]] = {}  # what it sampled, by row; for slots with penalties
         # What constraints were not told yet, by slot: the step's constrained tokens, and which of them is the slot's.
         self._untold: dict[int, list[tuple[Late, int]]] = {}
+        self._accepted: dict[int, list[int]] = {}  # what constraints were told, by slot
 
     # --- life -------------------------------------------------------------------------------------------------------
     def open(self, owner: Owner, request: EngineRequest) -> None:
@@ -188,6 +191,7 @@ class SamplerResource(SlotResource):
         self._table.set(slot, params)
         self._states[slot] = state
         self._untold.pop(slot, None)
+        self._accepted.pop(slot, None)
         self._open.add(owner)
         self._gathered.clear()
 
@@ -218,8 +222,28 @@ class SamplerResource(SlotResource):
             self._histories.give_back(state.history)
         self._recent.pop(self._slots[owner], None)
         self._untold.pop(self._slots[owner], None)
+        self._accepted.pop(self._slots[owner], None)
         self._gathered.clear()
         super().close(owner)
+
+    def export(self, owner: Owner) -> State:
+        """How many tokens were drawn and which of them a constraint was told; the history of penalties, if any."""
+        slot = self._slots[owner]
+        state = self._states[slot]
+        self._tell(slot, state)
+        facts = {"drawn": int(self._drawn[slot]), "accepted": self._accepted.get(slot, [])}
+        return State(facts, {} if state.history is None else self._histories.seen(state.history))
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        slot = self._slots[owner]
+        mine = self._states[slot]
+        self._drawn[slot] = state.facts["drawn"]
+        if mine.constraint is not None:
+            for token in state.facts["accepted"]:
+                self._accept(slot, mine.constraint, token)
+        if mine.history is not None:
+            self._histories.put(mine.history, state.tensors)
 
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:
         return None
@@ -286,8 +310,12 @@ class SamplerResource(SlotResource):
         """Tell *state*'s constraint what was committed."""
         if slot in self._untold and state.constraint is not None:
             for late, place in self._untold[slot]:
-                state.constraint.accept(late.values()[place])
+                self._accept(slot, state.constraint, late.values()[place])
             del self._untold[slot]
+
+    def _accept(self, slot: int, constraint: Constraint, token: int) -> None:
+        constraint.accept(token)
+        self._accepted.setdefault(slot, []).append(token)
 
     def _view(self, stage: Stage) -> SamplerView:
         view: SamplerView = stage.keep(f"{self.name}.view", lambda: SamplerView(self))

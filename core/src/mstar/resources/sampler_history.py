@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -58,6 +60,21 @@ class TokenHistories:
 
     def give_back(self, row: int) -> None:
         self._free.append(row)
+
+    def seen(self, row: int) -> dict[str, Tensor]:
+        """What *row* has seen, for :meth:`put`: ``marks`` int32 ``[vocab]``, and the tokens if they are listed."""
+        found = {"marks": self.marks[row].clone()}
+        if self.listed is not None:
+            found["listed"] = self.listed[row, : int(self._length[row])].clone()
+        return found
+
+    def put(self, row: int, seen: Mapping[str, Tensor]) -> None:
+        """*row* has seen what a row of another table had."""
+        self.marks[row] = seen["marks"]
+        if self.listed is not None:
+            listed = seen["listed"]
+            self._widen(self.listed, len(listed))[row, : len(listed)] = listed
+            self._length[row] = len(listed)
 
     def to_prompt(self, row: int) -> None:
         """What was generated so far counts as prompt from now on."""

@@ -77,6 +77,10 @@ class StatePlaces:
         self._now[:, slot], self._next[:, slot] = np.where(moved, after, now), np.where(moved, now, after)
         self._moved[:, slot] = False
 
+    def now(self, slot: int) -> Places:
+        """Where *slot*'s state is."""
+        return self._now[:, slot]
+
     # --- kept states ------------------------------------------------------------------------------------------------
     def keep(self, slot: int) -> Places:
         """Hold *slot*'s state beside it, until it is released."""

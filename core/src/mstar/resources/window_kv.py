@@ -7,10 +7,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from mstar.resources.attention import AttentionNeed, KVBatch, KVMemory, pick_backend
 from mstar.resources.attention.memory import dtype_named
-from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
+from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.paged_kv import PagedView, flat_positions
 from mstar.resources.slotted import SlotResource, check_budget, slot_count
 from mstar.spec import resources as specs
@@ -35,6 +36,8 @@ class WindowKV(SlotResource):
     """
 
     kind = "window_kv"
+    moves = True
+    looks_at = ()
     speculates = True
     spec: specs.WindowKV
 
@@ -75,6 +78,19 @@ class WindowKV(SlotResource):
     def close(self, owner: Owner) -> None:
         super().close(owner)
         self._lengths.pop(owner, None)
+
+    def export(self, owner: Owner) -> State:
+        """``kv``: ``[layers, 2, places, kv_heads, head_dim]``, the ring as far as it was ever filled."""
+        return State({"length": self._lengths[owner]}, {"kv": self._filled(owner).clone()})
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        self._lengths[owner] = int(state.facts["length"])
+        self._filled(owner).copy_(state.tensors["kv"])
+
+    def _filled(self, owner: Owner) -> Tensor:
+        first = self._slots[owner] * self._slot_tokens
+        return self.memory.data[:, :, first : first + min(self._lengths[owner], self._slot_tokens)]
 
     def variant(self, rows: Sequence[Row], frozen: bool = False) -> Hashable | None:
         return () if self.capturable and (not frozen or self.backend.capturable_beside) else None

@@ -384,7 +384,8 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         checked.remarks += _strange_params(spec, graph)
         faults += build.layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
-        meshes = {name: Mesh.sketch(place.tp, place.sp) for name, place in deployment.placement.items()}
+        seats = {name: place.seats[0] for name, place in deployment.placement.items()}
+        meshes = {name: Mesh.sketch(seat.tp, seat.sp) for name, seat in seats.items()}
         meshes = {node.name: meshes.get(node.name, SINGLE) for node in graph.nodes}
         _check_nodes(checked, model, graph, deployment, meshes, where)
         with checked.stage(where.file_of("placement"), "placement"):

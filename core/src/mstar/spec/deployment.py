@@ -157,8 +157,9 @@ class Deployment(_Section):
     )
     placement: dict[str, Placed] = Field(
         default_factory=dict,
-        description="Node → where it runs: a rank, several (replicas), or `{ranks: [0, 1], tp: 2}`; default: rank 0. A "
-        "rank is a process with a device of its own; see [layouts](layouts/README.md).",
+        description="Node → where it runs: a rank, several (replicas), `{ranks: [0, 1], tp: 2}`, or a place for each "
+        "walk (`{prefill: 1, decode: 0}`); default: rank 0. A rank is a process with a device of its own; see "
+        "[layouts](layouts/README.md).",
     )
     replicas: int = Field(
         1, ge=1, le=64, description="Copies of the whole layout, each on ranks of its own; requests go to the idlest."

@@ -2,27 +2,51 @@
 
 A *rank* is one worker process with a device of its own. A *seat* is one loaded copy of a node: one rank, or a tp × sp
 mesh of them. A node with several seats has *replicas*; each request uses one of them for all of its calls.
+
+A node may have a place for each *part* of its work: a walk, or what stands in loops (``decode``) and what does not
+(``prefill``). A request then goes from place to place, in the order in which they are given, and its state with it; it
+never goes back: a call of an earlier part runs where the request's state is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mstar.spec.errors import counted, nearest
-from mstar.spec.graph import Graph
+from mstar.spec.graph import Call, Graph, Loop, Par, Seq, Walk
 
-__all__ = ["Layout", "NodePlacement", "Placed", "Seat", "layout_of", "placement_faults", "ranks_of", "users_of"]
+__all__ = [
+    "DECODE",
+    "PREFILL",
+    "Layout",
+    "NodePlacement",
+    "Placed",
+    "Seat",
+    "companions",
+    "layout_of",
+    "placement_faults",
+    "ranks_of",
+    "users_of",
+]
+
+PREFILL, DECODE = "prefill", "decode"
 
 
 class NodePlacement(BaseModel):
-    """Where one node runs. ``lm: 1`` and ``lm: [0, 1]`` are short for ``lm: {ranks: …}``."""
+    """Where one node runs. ``lm: 1`` and ``lm: [0, 1]`` are short for ``lm: {ranks: …}``, and
+    ``lm: {prefill: 1, decode: 0}`` for ``lm: {walks: …}``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    walks: dict[str, Placed] = Field(
+        default_factory=dict,
+        description="Instead of all else: a place for each walk, or for `prefill` (what is in no loop) and `decode`, "
+        "in the order in which a request comes to them. Its state moves along.",
+    )
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (0,), min_length=1, description="The processes that run it, tensor-parallel neighbours side by side."
     )
@@ -37,6 +61,9 @@ class NodePlacement(BaseModel):
 
     @model_validator(mode="after")
     def _adds_up(self) -> NodePlacement:
+        if self.walks:
+            self._parts_add_up()
+            return self
         ranks, mesh = self.ranks, self.tp * self.sp
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks {list(ranks)} name a rank twice")
@@ -47,8 +74,28 @@ class NodePlacement(BaseModel):
             )
         return self
 
+    def _parts_add_up(self) -> None:
+        fields = {name: field.default for name, field in type(self).model_fields.items() if name != "walks"}
+        beside = [name for name, default in fields.items() if getattr(self, name) != default]
+        if beside:
+            raise ValueError(f"{', '.join(beside)} beside walks: each walk's place has its own")
+        for part, place in self.walks.items():
+            if place.walks or place.split != "requests":
+                raise ValueError(f"{part}: a walk's place has ranks, tp and sp only")
+        kinds = {part: (place.tp, place.sp) for part, place in self.walks.items()}
+        if len(set(kinds.values())) > 1:
+            told = ", ".join(f"{part} tp {tp} × sp {sp}" for part, (tp, sp) in kinds.items())
+            raise ValueError(f"{told}: state moves only between places that divide the node alike")
+        places = [place.seats for place in self.walks.values()]
+        for number, seats in enumerate(places):
+            again = next((seat for later in places[number + 2 :] for seat in seats if seat in later), None)
+            if again is not None:
+                raise ValueError(f"{again} comes twice, with another place between: a request never goes back")
+
     @property
     def seats(self) -> tuple[Seat, ...]:
+        if self.walks:
+            return tuple(dict.fromkeys(seat for place in self.walks.values() for seat in place.seats))
         mesh = self.tp * self.sp
         return tuple(
             Seat(self.ranks[start : start + mesh], self.tp, self.sp) for start in range(0, len(self.ranks), mesh)
@@ -63,11 +110,15 @@ def _spelled_out(value: Any) -> Any:
         return {"ranks": value}
     if not isinstance(value, Mapping | NodePlacement):
         raise ValueError(f"give a rank, a list of ranks, or {{ranks: [0, 1], tp: 2}} (got {value!r})")
+    if isinstance(value, Mapping) and value and not NodePlacement.model_fields.keys() & value.keys():
+        return {"walks": value}
     return value
 
 
 Placed = Annotated[NodePlacement, BeforeValidator(_spelled_out)]
 """A :class:`NodePlacement`, or its short forms."""
+
+NodePlacement.model_rebuild()
 
 
 @dataclass(frozen=True)
@@ -89,10 +140,32 @@ class Layout:
     """A model's nodes on their ranks. Rank 0 coordinates.
 
     :param seats: node → its copies. :param by_context: nodes whose copies share out the contexts of a request.
+    :param by_walk: node → part → the copies that run it, for nodes with a place for each part, in order.
     """
 
     seats: Mapping[str, tuple[Seat, ...]]
     by_context: frozenset[str] = frozenset()
+    by_walk: Mapping[str, Mapping[str, tuple[Seat, ...]]] = field(default_factory=dict)
+
+    def stages(self, node: str) -> tuple[tuple[Seat, ...], ...]:
+        """The copies of *node* among which a request has one, one after the other."""
+        parts = self.by_walk.get(node)
+        return (self.seats[node],) if parts is None else tuple(parts.values())
+
+    def stage(self, node: str, walk: str, looped: bool) -> int | None:
+        """Which of :meth:`stages` the calls of *node* in *walk* belong to, in its loops or not; ``None``: to whichever
+        the request has come to."""
+        for part in (walk, DECODE if looped else PREFILL):
+            if part in self.by_walk.get(node, ()):
+                return list(self.by_walk[node]).index(part)
+        return None
+
+    def placed_alike(self, one: str, other: str) -> bool:
+        """Whether the nodes *one* and *other* are always at the same places."""
+        return self._place(one) == self._place(other)
+
+    def _place(self, node: str) -> tuple[object, ...]:
+        return self.seats[node], node in self.by_context, [*self.by_walk.get(node, {}).items()]
 
     @property
     def ranks(self) -> int:
@@ -123,14 +196,20 @@ class Layout:
 
 def ranks_of(placement: Mapping[str, NodePlacement]) -> int:
     """How many processes *placement* asks for, whatever the model's nodes are. At least one."""
-    return 1 + max((rank for place in placement.values() for rank in place.ranks), default=0)
+    seats = (seat for place in placement.values() for seat in place.seats)
+    return 1 + max((rank for seat in seats for rank in seat.ranks), default=0)
 
 
 def layout_of(placement: Mapping[str, NodePlacement], nodes: Iterable[str]) -> Layout:
     """*placement* for a model with *nodes*; those that it does not name run on rank 0."""
     places = {node: placement.get(node, NodePlacement()) for node in nodes}
     by_context = frozenset(node for node, place in places.items() if place.split == "contexts")
-    return Layout({node: place.seats for node, place in places.items()}, by_context)
+    by_walk = {
+        node: {part: where.seats for part, where in place.walks.items()}
+        for node, place in places.items()
+        if place.walks
+    }
+    return Layout({node: place.seats for node, place in places.items()}, by_context, by_walk)
 
 
 def users_of(graph: Graph) -> dict[str, list[str]]:
@@ -154,10 +233,15 @@ def placement_faults(placement: Mapping[str, NodePlacement], graph: Graph) -> It
         if rank not in used and all(name in nodes for name in placement):
             yield "placement", f"rank {rank} runs no node: ranks count from 0, without gaps; rank 0 coordinates"
     yield from _mesh_faults(layout)
+    for group in dict.fromkeys(companions(graph).values()):
+        moving = [node for node in group if node in layout.by_walk]
+        for node in moving:
+            yield from _part_faults(node, layout.by_walk[node], graph)
+        if moving:
+            yield from _order_faults(moving[0], group, graph)
     for resource, names in users_of(graph).items():
-        places = {(layout.seats[name], name in layout.by_context) for name in names}
-        if len(places) > 1:
-            where = "; ".join(f"{name!r} on {_all(layout.seats[name])}" for name in names)
+        if not all(layout.placed_alike(names[0], name) for name in names):
+            where = "; ".join(f"{name!r} on {_where(layout, name)}" for name in names)
             moved = next((name for name in names if name in placement), names[0])
             yield f"placement.{moved}", f"the nodes that share resource {resource!r} must be placed alike: {where}"
 
@@ -175,6 +259,70 @@ def _mesh_faults(layout: Layout) -> Iterator[tuple[str, str]]:
                     "meshes must have the same ranks, or none in common",
                 )
                 break
+
+
+def companions(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Node → the nodes, itself included, that share resources with it, directly or by way of others: their state moves
+    together."""
+    groups: list[set[str]] = [{node.name} for node in graph.nodes]
+    for users in users_of(graph).values():
+        joined = [group for group in groups if group & {*users}]
+        groups = [group for group in groups if group not in joined] + [set().union(*joined)]
+    return {node: tuple(sorted(group)) for group in groups for node in sorted(group)}
+
+
+def _part_faults(node: str, parts: Collection[str], graph: Graph) -> Iterator[tuple[str, str]]:
+    """Parts of *node* that there are not."""
+    found = [(walk, looped) for walk in graph.walks for looped, _ in _uses(graph.walks[walk], (node,))]
+    walks = {walk for walk, _ in found}
+    for part in parts:
+        key = f"placement.{node}.{part}"
+        if part not in (*graph.walks, PREFILL, DECODE):
+            yield key, f"unknown walk{nearest(part, [*walks, PREFILL, DECODE, *NodePlacement.model_fields])}"
+        elif part in walks:
+            continue
+        elif part not in (PREFILL, DECODE):
+            yield key, f"walk {part!r} does not call node {node!r}; {_listed(walks)} does"
+        elif all(looped != (part == DECODE) or walk in parts for walk, looped in found):
+            where = "in a loop" if part == DECODE else "outside of loops"
+            yield key, f"no call of node {node!r} is left for it: none is {where}"
+    if len(parts) < 2:
+        yield f"placement.{node}", "a place for one walk only: name two walks, or give the ranks alone"
+
+
+def _order_faults(node: str, nodes: tuple[str, ...], graph: Graph) -> Iterator[tuple[str, str]]:
+    """Where a request may have several calls at once of *nodes*, whose state is in one place at a time."""
+    found = {walk: [beside for _, beside in _uses(graph.walks[walk], nodes)] for walk in graph.walks}
+    partitions = [p.name for p in graph.partitions if any(found[walk] for walk in p.walks)]
+    wanted = "a place for each walk needs one call at a time"
+    if len(partitions) > 1:
+        yield f"placement.{node}", f"the partitions {_listed(partitions)} call {_listed(nodes)} at once: {wanted}"
+    for walk, besides in found.items():
+        if any(besides):
+            yield f"placement.{node}", f"walk {walk!r} calls {_listed(nodes)} in several branches at once: {wanted}"
+
+
+def _uses(walk: Walk, nodes: Sequence[str], looped: bool = False, beside: bool = False) -> Iterator[tuple[bool, bool]]:
+    """For each call of *nodes* in *walk*: whether it is in a loop, and whether another may run at the same time."""
+    if isinstance(walk, Call):
+        if walk.node in nodes:
+            yield looped, beside
+    elif isinstance(walk, Seq | Par):
+        several = isinstance(walk, Par) and sum(any(True for _ in _uses(part, nodes)) for part in walk.parts) > 1
+        for part in walk.parts:
+            yield from _uses(part, nodes, looped, beside or several)
+    else:
+        yield from _uses(walk.body, nodes, looped or isinstance(walk, Loop), beside)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+def _where(layout: Layout, node: str) -> str:
+    if node in layout.by_walk:
+        return ", ".join(f"{_all(seats)} for {part}" for part, seats in layout.by_walk[node].items())
+    return _all(layout.seats[node])
 
 
 def _all(seats: Sequence[Seat]) -> str:

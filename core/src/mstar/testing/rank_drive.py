@@ -90,8 +90,8 @@ class RankDriver(Driver):
         """Let ranks step in random order until none has anything to do, or *until* holds."""
         idle: set[int] = set()
         for _ in range(most):
-            rank = self._random.choice([0, *self.wires])
-            if self._turn(rank):
+            rank, sent = self._random.choice([0, *self.wires]), self._sent()
+            if self._turn(rank) or self._sent() > sent:
                 idle.clear()
             else:
                 idle.add(rank)
@@ -101,6 +101,10 @@ class RankDriver(Driver):
             if len(idle) == 1 + len(self.wires) and not self.worker.scheduler.waiting:
                 return
         raise RestlessError(f"the ranks did not come to rest in {most} turns")
+
+    def _sent(self) -> int:
+        """Messages that rank 0 has sent so far."""
+        return sum(wire.sent for wire in self.wires.values())
 
     def _turn(self, rank: int) -> bool:
         if rank == 0:

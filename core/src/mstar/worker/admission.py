@@ -134,8 +134,10 @@ class Admission:
         """Close what the request holds for itself; its session keeps what is the session's."""
         kept = holding.session.owners if holding.session is not None else set()
         closed = [pair for pair in holding.owners if pair not in kept]
+        if self.ranks is not None:
+            if holding.told:
+                self.ranks.closing(closed)
+            self.ranks.settle((pair for pair in holding.owners if pair in kept), holding.told)
         for name, owner in closed:
             self.resources[name].close(owner)
-        if holding.told and self.ranks is not None:
-            self.ranks.closed(closed)
         holding.owners, holding.told = [], False

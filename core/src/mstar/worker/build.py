@@ -34,6 +34,7 @@ from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
 from mstar.spec.placement import Layout, Seat, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
+from mstar.worker.accord import Accord
 from mstar.worker.deterministic import option_faults
 from mstar.worker.groups import join_meshes
 from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
@@ -78,6 +79,7 @@ class Built:
     stage: Stage
     device: torch.device
     dtype: torch.dtype
+    accord: Accord | None = None
 
 
 def build(
@@ -121,7 +123,9 @@ def _build(
         raise DeploymentError(faults, config.places)
     plan = compile_graph(graph)
     layout = layout_of(deployment.placement, [n.name for n in graph.nodes])
-    meshes = meshes or join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
+    accord = None
+    if not meshes:
+        meshes, accord = join_meshes(layout, config.rank, device, deployment.engine, config.meeting)
     declared = divided_resources(declared, graph, meshes)
     mine = layout.nodes_of(config.rank)
     users = users_of(graph)
@@ -157,7 +161,7 @@ def _build(
     }
     resources = {name: made[name] for name in declared}
     log.info("%s", memory.table())
-    return Built(model, plan, resources, nodes, layout, stage, device, dtype)
+    return Built(model, plan, resources, nodes, layout, stage, device, dtype, accord)
 
 
 def compiles(engine: EngineOptions, device: torch.device) -> bool:
@@ -306,6 +310,15 @@ def layout_faults(
             for node in users:
                 if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
                     yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
+    by_walk = layout_of(deployment.placement, [node.name for node in graph.nodes]).by_walk
+    for name, users in users_of(graph).items():
+        if name in declared and by_walk.keys() & {*users} and not type_of(declared[name]).moves:
+            node = next(node for node in users if node in by_walk)
+            yield (
+                f"placement.{node}",
+                f"resource {name!r} ({declared[name].kind}) cannot move from rank to rank; give node {node!r} one "
+                "place for all walks",
+            )
     ranks, name = ranks_on_device(deployment), deployment.executor
     if name == "ray" and deployment.device is not None and ":" in deployment.device:
         yield "device", f"{deployment.device!r}: Ray chooses the GPU of each rank; use 'cuda'"

@@ -35,11 +35,13 @@ from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
-from mstar.worker.messages import FromRank
+from mstar.worker.messages import Exported, Found, FromRank
+from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
-from mstar.worker.ranks import Landing, Peer, RankLost, Ranks, coordinate
+from mstar.worker.rank_links import Peer, RankLost
+from mstar.worker.ranks import Landing, Ranks, coordinate
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
@@ -100,6 +102,9 @@ class Worker:
         self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of, self._share, self.ranks)
         self._live: dict[str, Live] = {}
         self.sharing = PromptSharing(built.plan, self.resources, self._live, self._owner_of, self._start, self.ranks)
+        self.moves: Moves | None = None
+        if self.ranks is not None and self.ranks.layout.by_walk:
+            self.moves = Moves(self.ranks, built.resources, built.device, self._come, self._fail)
         self.portions = Portions(self.resources, self._owner_of)
         self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
@@ -180,7 +185,8 @@ class Worker:
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
-        sent = self.ranks is not None and self._send_steps(self.ranks, now)
+        moved = self.moves is not None and self.moves.step()
+        sent = (self.ranks is not None and self._send_steps(self.ranks, now)) or moved
         work = self.ahead.next_work(now)
         if not work and not self._flights:
             if sent:
@@ -218,6 +224,8 @@ class Worker:
             times.append(self._next_check)
         if self.ranks is not None:
             times.append(self.ranks.next_doubt())
+        if self.moves is not None and self.moves.waits_for_device:
+            times.append(time.monotonic())  # it is looked at again soon
         return min((t for t in times if t is not None), default=None)
 
     def status(self) -> dict[str, Any]:
@@ -229,6 +237,7 @@ class Worker:
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "ranks": [] if self.ranks is None else self.ranks.status(),
+            "moves": {} if self.moves is None else self.moves.status(),
             "checkpoints": {name: counts for name, r in self.resources.items() if (counts := r.checkpoint_counts())},
             "began": self._began,
             "entries": self._totals.report(),
@@ -318,14 +327,25 @@ class Worker:
             now = time.monotonic()
             ready, run.ready = run.ready, []
             for call in ready:
-                if call.op.entry.prefix and live.fresh and call.done == 0:
-                    self.sharing.reuse(live, call)
-                if self._known(live, call):
-                    run.complete(call, {})
-                else:
-                    self._offer(call, now)
+                if self.moves is None or not self.moves.holds(live, call):
+                    self._make_ready(live, call, now)
         if run.finished and live.started is not None:
             self._finish(live)
+
+    def _make_ready(self, live: Live, call: CallRun, now: float) -> None:
+        if call.op.entry.prefix and live.fresh and call.done == 0 and not self.sharing.reuse(live, call):
+            return
+        self._let_run(live, call, now)
+
+    def _let_run(self, live: Live, call: CallRun, now: float) -> None:
+        if self._known(live, call):
+            live.run.complete(call, {})
+        else:
+            self._offer(call, now)
+
+    def _come(self, live: Live, call: CallRun) -> None:
+        """*call*'s state has come to where it runs."""
+        self._guarded(live, lambda: self._make_ready(live, call, time.monotonic()))
 
     def _known(self, live: Live, call: CallRun) -> bool:
         """Whether nothing of *call* needs to be computed."""
@@ -444,7 +464,7 @@ class Worker:
         of."""
         assert self.ranks is not None
         error = RankLost(rank, reason)
-        for request in self.ranks.lost(rank):
+        for request in self.ranks.lost(rank, {name: live.holding.owners for name, live in self._live.items()}):
             live = self._live.get(request)
             if live is not None:
                 self._end(live, failure(request, error), keep_session=False)
@@ -458,6 +478,15 @@ class Worker:
     def take(self, message: FromRank) -> None:
         """What another rank sent."""
         assert self.ranks is not None
+        if isinstance(message, Exported):
+            if self.moves is not None:
+                self.moves.take(message)
+            return
+        if isinstance(message, Found):
+            if (asked := self.sharing.found_elsewhere(message)) is not None:
+                live, call = asked
+                self._guarded(live, lambda: self._let_run(live, call, time.monotonic()))
+            return
         landing = self.ranks.take(message)
         if isinstance(landing, Failed):
             self._fail_as(landing)
@@ -524,6 +553,8 @@ class Worker:
             return
         self._timeouts.discard(live)
         self.ahead.forget(live.run)
+        if self.moves is not None:
+            self.moves.forget(live)
         self.scheduler.forget(live.request.id)
         if live.started is not None:
             self._running -= 1
@@ -568,9 +599,9 @@ class Worker:
         return self.admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
 
     def _close(self, resource: str, owner: Owner) -> None:
-        self.resources[resource].close(owner)
         if self.ranks is not None:
-            self.ranks.closed([(resource, owner)])
+            self.ranks.closing([(resource, owner)])
+        self.resources[resource].close(owner)
 
     def _session_dropped(self, key: str) -> None:
         if self.ranks is not None:

@@ -40,6 +40,8 @@ def equip(
         on_step,
         opaque if compiling else None,
     )
+    if built.accord is not None:
+        engine.agree = built.accord.agree
     if compiling:
         folder = None if config.cache is None else Path(config.cache, "compile")
         compile_regions(

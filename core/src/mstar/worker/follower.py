@@ -37,9 +37,13 @@ from mstar.worker.messages import (
     Close,
     Contents,
     Drop,
+    Export,
+    Exported,
     Fetch,
     Fetched,
+    Found,
     FromRank,
+    Import,
     Landed,
     Learn,
     Made,
@@ -51,10 +55,13 @@ from mstar.worker.messages import (
     Rewind,
     Row,
     Run,
+    Seek,
     Skip,
     ToRank,
 )
+from mstar.worker.moves import Leaving, adopt
 from mstar.worker.profile import device_memory
+from mstar.worker.prompt_heads import skip_known
 from mstar.worker.routing import DOUBT_S, Routing
 
 __all__ = ["Follower"]
@@ -119,6 +126,7 @@ class Follower:
         self._requests: dict[str, _Request] = {}
         self._bases: dict[int, _Base] = {}
         self._flights: deque[tuple[Run, list[Flight], float]] = deque()
+        self._leaving: deque[tuple[int, Leaving]] = deque()  # state that goes to other ranks, by the numbers of moves
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
 
     def facts(self) -> dict[str, Any]:
@@ -133,6 +141,10 @@ class Follower:
         """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
         if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
+        if self._leaving and self._leaving[0][1].there():
+            move, leaving = self._leaving.popleft()
+            self.answer([Exported(rank=self.rank, move=move, held=leaving.held())])
+            return True
         if self._inbox and len(self._flights) < _AHEAD:
             self._do(self._inbox.popleft())
             return True
@@ -157,6 +169,12 @@ class Follower:
                 self._doubts.pop(message.step, None)
             case Close():
                 self._close(message)
+            case Export():
+                self._export(message)
+            case Seek():
+                self._seek(message)
+            case Import():
+                self._import(message)
             case Drop():
                 for key in message.keys:
                     self._bases.pop(key, None)  # a step that failed has made nothing
@@ -184,18 +202,51 @@ class Follower:
         self._requests.setdefault(request.id, _Request(request))
         try:
             for name, key, context, units in message.needs:
-                owner, resource = Owner(key, context), self.resources[name]
-                if not resource.reserve(owner, units):
-                    raise IntegrityError(
-                        f"rank {self.rank} has no {units} units of {name!r} left, which rank 0 promised"
-                    )
-                resource.open(owner, request)
+                owner = Owner(key, context)
+                self._reserve(name, owner, units)
+                self.resources[name].open(owner, request)
+            for name, key, context, units in message.later:
+                self._reserve(name, Owner(key, context), units)
         except IntegrityError:
             raise  # the books of two ranks differ: nothing here can be trusted
         except Exception as error:
-            raise_if_lost(error)
-            log.exception("the state of request %r could not be begun", request.id)
-            self.answer([Refused(rank=self.rank, failed=failure(request.id, error))])
+            self._refuse(request.id, error, "begun")
+
+    def _reserve(self, name: str, owner: Owner, units: int) -> None:
+        if not self.resources[name].reserve(owner, units):
+            raise IntegrityError(f"rank {self.rank} has no {units} units of {name!r} left, which rank 0 promised")
+
+    def _export(self, message: Export) -> None:
+        try:
+            owners = [(name, Owner(key, context)) for name, key, context in message.owners]
+            self._leaving.append((message.move, Leaving(self.resources, owners)))
+        except Exception as error:
+            self._refuse(message.request, error, "handed over")
+
+    def _import(self, message: Import) -> None:
+        try:
+            adopt(self.resources, self._requests[message.request].request, message.held, self._device)
+        except Exception as error:
+            self._refuse(message.request, error, "taken over")
+
+    def _seek(self, message: Seek) -> None:
+        op = self.routing.ops[message.op]
+        context, shares = op.call.context, []
+        for name in op.entry.resources:
+            key = message.session if message.session is not None and name in self._kept else message.request
+            sibling = None if message.sibling is None else Owner(message.sibling, context)
+            shares.append((self.resources[name], Owner(key, context), sibling))
+        found = skip_known(shares, message.ids)
+        seat = self.routing.layout.seat_of(op.call.node, self.rank)
+        if seat is not None and seat.ranks[0] == self.rank:
+            left = len(message.ids) - found.tokens
+            cuts = sorted({found.tokens + cut for pool, owner, _ in shares for cut in pool.cuts(owner, left)})
+            self.answer([Found(number=message.number, asked=found.asked, tokens=found.tokens, cuts=cuts)])
+
+    def _refuse(self, request: str, error: Exception, done: str) -> None:
+        raise_if_lost(error)
+        log.exception("the state of request %r could not be %s", request, done)
+        self.answer([Refused(rank=self.rank, failed=failure(request, error))])
 
     def _close(self, message: Close) -> None:
         self._requests.pop(message.request, None)
@@ -316,7 +367,7 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
-        if self._flights:
+        if self._flights or self._leaving:
             return time.monotonic()  # it is looked at again soon, or at once when the next step comes
         return min(self._doubts.values(), default=None)
 
@@ -337,6 +388,7 @@ class Follower:
     def close(self) -> None:
         self._inbox.clear()
         self._flights.clear()
+        self._leaving.clear()
         self._bases.clear()
         self._requests.clear()
 

@@ -20,6 +20,7 @@ from mstar.nn.mesh import Mesh
 from mstar.spec.deployment import EngineOptions
 from mstar.spec.errors import SetupError
 from mstar.spec.placement import Layout
+from mstar.worker.accord import Accord
 from mstar.worker.layout import open_world
 
 __all__ = ["join_meshes"]
@@ -30,8 +31,9 @@ _PATIENCE = datetime.timedelta(minutes=10)
 
 def join_meshes(
     layout: Layout, rank: int, device: torch.device, engine: EngineOptions, meeting: str | None
-) -> dict[str, Mesh]:
-    """Wait for the other processes of *rank*'s mesh; the mesh of each node that *rank* runs with others.
+) -> tuple[dict[str, Mesh], Accord | None]:
+    """Wait for the other processes of *rank*'s mesh; the mesh of each node that *rank* runs with others, and how they
+    agree on what fails.
 
     :param meeting: a folder that all of them see, or ``tcp://HOST:PORT`` of a store. It is used for this start only and
         stays while they live: NCCL looks there whenever it connects two of them.
@@ -39,7 +41,7 @@ def join_meshes(
     """
     ranks = layout.gang(rank)
     if len(ranks) == 1:
-        return {}
+        return {}, None
     shared = {node: seat for node in layout.seats if (seat := layout.seat_of(node, rank)) and len(seat.ranks) > 1}
     if meeting is None:
         raise SetupError(f"{', '.join(shared)}: several processes are to run it, and there is one; use 'processes'")
@@ -54,7 +56,7 @@ def join_meshes(
     meshes = {node: mesh for node, mesh in made.items() if mesh is not None}
     if device.type == "cuda":
         _open_links(meshes, device)
-    return meshes
+    return meshes, Accord(meshes, store, ranks.index(rank), len(ranks))
 
 
 def _store(meeting: str, ranks: Sequence[int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mstar.graph.run import RequestRun
@@ -25,6 +26,7 @@ class Live:
     deadline: float | None = None
     started: float | None = None
     cached: int = 0
+    cuts: Sequence[int] = ()  # where steps of its prompt should end, if another rank reads it
     skipped: int | None = None  # tokens of its prompt, if that was settled before the prompt's call was ready
     fresh: bool = True  # no call with a prefix has run whole yet: siblings still wait
     profile: RequestProfile | None = None  # for requests that ask for it

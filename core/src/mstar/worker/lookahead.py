@@ -115,7 +115,7 @@ class LookAhead:
         may = self._foreseeable.get(op)
         if may is None:
             resources = self._engine.resources
-            here = self._ranks is None or self._ranks.always_here(op.call.node)  # nothing is foreseen for others
+            here = self._ranks is None or self._ranks.seats.always_here(op)  # nothing is foreseen for others
             may = self._foreseeable[op] = here and all(resources[name].speculates for name in op.entry.resources)
         return may
 

@@ -16,9 +16,14 @@ __all__ = [
     "Close",
     "Contents",
     "Drop",
+    "Export",
+    "Exported",
     "Fetch",
     "Fetched",
+    "Found",
     "FromRank",
+    "Held",
+    "Import",
     "Landed",
     "Learn",
     "Made",
@@ -30,6 +35,7 @@ __all__ = [
     "Rewind",
     "Row",
     "Run",
+    "Seek",
     "Skip",
     "ToRank",
 ]
@@ -42,6 +48,16 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     data: Any = None
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What a pool holds for an owner (:class:`mstar.resources.base.State`)."""
+
+    resource: str
+    key: str
+    context: str
+    facts: dict[str, Any]
+    tensors: dict[str, Contents]
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -76,10 +92,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """Begin *request*'s state: (resource, owner's key, context, units) each. Promised already by rank 0's books."""
+    """Begin *request*'s state: (resource, owner's key, context, units) each. Promised already by rank 0's books.
+
+    :param later: likewise what is only reserved: its state is elsewhere, and will come.
+    """
 
     request: EngineRequest
     needs: list[tuple[str, str, str, int]]
+    later: list[tuple[str, str, str, int]] = []
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
@@ -160,7 +180,34 @@ class Missed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kin
     tokens: int
 
 
-ToRank = Open | Close | Run | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
+class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Send what is held for (resource, owner's key, context) each, of *request*; answered by :class:`Exported`."""
+
+    move: int
+    request: str
+    owners: list[tuple[str, str, str]]
+
+
+class Import(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Go on with what another rank held for *request*."""
+
+    request: str
+    held: list[Held]
+
+
+class Seek(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Skip the head of a prompt that is known (:func:`mstar.worker.prompt_heads.skip_known`); answered by
+    :class:`Found`. *op*, *session*: as in :class:`Row`. *sibling*: the request that has the same prompt."""
+
+    number: int
+    request: str
+    op: int
+    session: str | None
+    ids: list[int]
+    sibling: str | None
+
+
+ToRank = Open | Close | Run | Export | Import | Seek | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
 
 
 # --- and back --------------------------------------------------------------------------------------------------------
@@ -196,4 +243,20 @@ class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="ki
     contents: Contents
 
 
-FromRank = Landed | Refused | Fetched
+class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    rank: int
+    move: int
+    held: list[Held]
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """*asked* and *tokens*: see :class:`mstar.worker.prompt_heads.Skipped`. *cuts*: at how many tokens of the prompt
+    steps of it should end (:meth:`mstar.resources.base.Resource.cuts`)."""
+
+    number: int
+    asked: bool
+    tokens: int
+    cuts: list[int] = []
+
+
+FromRank = Landed | Refused | Fetched | Exported | Found

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +29,6 @@ from mstar.graph.values import Ref
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner, Resource
 from mstar.resources.staging import Late, to_device
-from mstar.spec.errors import RequestError
 from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest, Failed
 from mstar.worker.build import Built, declared_resources
@@ -38,7 +37,6 @@ from mstar.worker.messages import (
     Agreed,
     Close,
     Contents,
-    Drop,
     Fetch,
     Fetched,
     FromRank,
@@ -52,42 +50,21 @@ from mstar.worker.messages import (
     Rewind,
     Row,
     Run,
+    Seek,
     Skip,
     ToRank,
 )
+from mstar.worker.rank_links import Away, Link, Peer, RankLost
 from mstar.worker.routing import DOUBT_S, Routing
 from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
 
-__all__ = ["Landing", "Peer", "RankLost", "Ranks", "coordinate"]
+__all__ = ["Landing", "Ranks", "coordinate"]
 
 _HERE = 0
 _CPU = torch.device("cpu")
 _FETCH_S = 60.0
-
-
-class Peer(Protocol):
-    """The way to one other rank."""
-
-    def send(self, messages: list[ToRank]) -> None:
-        """Send *messages*, in order."""
-
-    def receive(self, timeout: float) -> Sequence[FromRank]:
-        """What has come, in order; waits up to *timeout* seconds for the first."""
-
-
-class RankLost(RequestError):
-    """The rank that a request was served by has died."""
-
-    def __init__(self, rank: int, reason: str):
-        super().__init__(
-            f"rank {rank}, which served a part of the request, is gone: {reason}",
-            code="worker_died",
-            status=503,
-            type="server_error",
-        )
-        self.retry_after = 5.0
 
 
 @dataclass(slots=True)
@@ -108,40 +85,6 @@ class _Flying:
     waiting: set[int]
     decodes: bool
     failed: dict[int, frozenset[int]] = field(default_factory=dict)
-
-
-class _Link:
-    """One other rank while it lives."""
-
-    def __init__(self, peer: Peer):
-        self.peer = peer
-        self.outbox: list[ToRank] = []
-        self.dropped: list[int] = []  # keys that nobody here holds any more
-        self.flying = self.decoding = 0
-
-    def flush(self) -> None:
-        if self.dropped:
-            keys = self.dropped[:]
-            del self.dropped[: len(keys)]  # not those that the collector lets go of meanwhile
-            self.outbox.append(Drop(keys=keys))
-        if self.outbox:
-            messages, self.outbox = self.outbox, []
-            self.peer.send(messages)
-
-
-class Away:
-    """Where else a tensor is. *held*: rank → its hold there, and at which of the tensor's items it begins."""
-
-    __slots__ = ("_fetch", "held")
-
-    def __init__(self, fetch: Callable[[int, int], Tensor]):
-        self.held: dict[int, tuple[Handle, int]] = {}
-        self._fetch = fetch
-
-    def fetch(self) -> Tensor:
-        """The tensor, of which nothing is here but its shape. Waits for a rank that has it."""
-        rank, (handle, _) = next(iter(self.held.items()))
-        return self._fetch(rank, handle.key)
 
 
 class Ranks:
@@ -165,13 +108,14 @@ class Ranks:
         self.seats = Seats(routing.plan, self.layout, lambda rank: rank == _HERE or rank in self._links)
         self.books: dict[str, Resource] = {}
         """The pools that requests are admitted by: those of this rank, and shadows of the others'."""
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         for name, pool in pools.items():
             self._book(name, _HERE, pool)
         self._steps, self._sent = itertools.count(1), itertools.count(1)
         self._flying: dict[int, _Flying] = {}
         self._touched: dict[str, set[int]] = {}  # request → ranks that know of it
         self._bound: dict[str, set[int]] = {}  # request → ranks that hold something of it which is nowhere else
+        self._looked_at: dict[int, list[Collection[str] | None]] = {}  # rank → inputs that its resources read
         self._stash: list[FromRank] = []
         self._mirrored: int | None = None
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when the others must have, too
@@ -179,7 +123,7 @@ class Ranks:
     # --- ranks come and go --------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """*rank* is ready. *facts*: what its follower said of itself."""
-        self._links[rank] = _Link(peer)
+        self._links[rank] = Link(peer)
         capacities = facts["capacities"]
         elsewhere = {name: units for name, units in capacities.items() if _HERE not in self._seat_at(name, rank).ranks}
         for name, shadow in self._shadows(elsewhere).items():
@@ -196,13 +140,19 @@ class Ranks:
             return
         seated = self.books.get(name)
         if not isinstance(seated, SeatedPool):
-            seated = self.books[name] = SeatedPool(name, pool, self.seats.of_pool)
+            seated = self.books[name] = SeatedPool(name, pool, self.seats)
         seated.pools[self._seat_at(name, rank)] = pool
 
-    def lost(self, rank: int) -> set[str]:
-        """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it."""
+    def lost(self, rank: int, holdings: Mapping[str, Sequence[tuple[str, Owner]]] | None = None) -> set[str]:
+        """*rank* has died: nothing is sent to it any more. Returns the requests that cannot go on without it.
+
+        :param holdings: request → (resource, owner) each.
+        """
         self._links.pop(rank, None)
         gone = {request for request, ranks in self._bound.items() if rank in ranks}
+        for request, owners in (holdings or {}).items():
+            if any(rank in seat.ranks for name, owner in owners for seat in self._held(name, owner)):
+                gone.add(request)
         for step in [step for step, flying in self._flying.items() if rank in flying.seat.ranks]:
             flying = self._flying.pop(step)
             gone.update(w.call.run.request.id for w in flying.work)
@@ -214,7 +164,13 @@ class Ranks:
 
     def lives_at(self, resource: str, owner: Owner) -> bool:
         """Whether the ranks that *owner*'s state of *resource* is to lie on are there."""
-        return all(rank == _HERE or rank in self._links for rank in self.seats.of_pool(resource, owner).ranks)
+        ranks = {rank for seat in self.seats.all_of_owner(resource, owner) for rank in seat.ranks}
+        return all(rank == _HERE or rank in self._links for rank in ranks)
+
+    def _held(self, resource: str, owner: Owner) -> Sequence[Seat]:
+        """The seats that have a reservation for *owner*, that of its state first."""
+        pool = self.books[resource]
+        return pool.held(owner) if isinstance(pool, SeatedPool) else (self.seats.of_pool(resource, owner),)
 
     def at(self, rank: int, resource: str, owner: Owner) -> bool:
         """Whether *owner*'s state of *resource* lies on *rank*."""
@@ -233,41 +189,73 @@ class Ranks:
     # --- requests -----------------------------------------------------------------------------------------------------
     def opened(self, request: EngineRequest, needs: Iterable[tuple[str, Owner, int]]) -> None:
         """*request* holds (resource, owner, units) each."""
-        by_rank: dict[int, list[tuple[str, str, str, int]]] = {}
+        now: dict[int, list[tuple[str, str, str, int]]] = {}
+        later: dict[int, list[tuple[str, str, str, int]]] = {}
         for name, owner, units in needs:
-            for rank in self.seats.of_pool(name, owner).ranks:
-                if rank != _HERE:
-                    by_rank.setdefault(rank, []).append((name, owner.key, owner.context, units))
-        for rank, mine in by_rank.items():
+            pool = self.books[name]
+            for number, seat in enumerate(self._held(name, owner)):
+                wanted = pool.units_ahead(owner, units) if number and isinstance(pool, SeatedPool) else units
+                for rank in seat.ranks:
+                    if rank != _HERE:
+                        (later if number else now).setdefault(rank, []).append((name, *owner, wanted))
+        for rank in {*now, *later}:
             self._touched.setdefault(request.id, set()).add(rank)
-            self._bound.setdefault(request.id, set()).add(rank)
-            self._tell(rank, Open(request=request, needs=mine))
+            mine = msgspec.structs.replace(request, inputs=self._inputs_of(rank, request))
+            self.tell(rank, Open(request=mine, needs=now.get(rank, []), later=later.get(rank, [])))
 
-    def closed(self, owners: Iterable[tuple[str, Owner]]) -> None:
-        """(resource, owner) each are free again."""
-        by_rank: dict[int, list[tuple[str, str, str]]] = {}
+    def _inputs_of(self, rank: int, request: EngineRequest) -> dict[str, Any]:
+        """What the resources of *rank* look at of *request*'s inputs; what its nodes read comes with their steps."""
+        if rank not in self._looked_at:
+            there = {name for name in self.books if any(rank in seat.ranks for seat in self.seats.all_of_pool(name))}
+            self._looked_at[rank] = [self.books[name].inputs() for name in sorted(there)]
+        looked_at = self._looked_at[rank]
+        return {
+            name: value
+            for name, value in request.inputs.items()
+            if any(names is None or name in names for names in looked_at)
+        }
+
+    def closing(self, owners: Iterable[tuple[str, Owner]]) -> None:
+        """(resource, owner) each are about to be free again."""
+        self._tell_closed((name, owner, self._held(name, owner)) for name, owner in owners)
+
+    def settle(self, owners: Iterable[tuple[str, Owner]], told: bool) -> None:
+        """A session keeps (resource, owner) each where they are, and nothing where they were to go. *told*: the other
+        ranks know of it."""
+        left = []
         for name, owner in owners:
-            for rank in self.seats.of_pool(name, owner).ranks:
-                if rank != _HERE:
-                    by_rank.setdefault(rank, []).append((name, owner.key, owner.context))
+            pool = self.books[name]
+            if isinstance(pool, SeatedPool):
+                left.append((name, owner, pool.settle(owner)))
+        if told:
+            self._tell_closed(left)
+
+    def _tell_closed(self, closed: Iterable[tuple[str, Owner, Sequence[Seat]]]) -> None:
+        by_rank: dict[int, list[tuple[str, str, str]]] = {}
+        for name, owner, seats in closed:
+            for rank in (rank for seat in seats for rank in seat.ranks if rank != _HERE):
+                by_rank.setdefault(rank, []).append((name, owner.key, owner.context))
         for rank, mine in by_rank.items():
-            self._tell(rank, Close(owners=mine))
+            self.tell(rank, Close(owners=mine))
 
     def ended(self, request: str) -> None:
         """*request* has ended and holds nothing any more."""
         self._bound.pop(request, None)
         self.seats.forget(request)
         for rank in self._touched.pop(request, ()):
-            self._tell(rank, Close(owners=[], request=request))
+            self.tell(rank, Close(owners=[], request=request))
 
     def rewind(self, resource: str, owner: Owner, tokens: int, complete: bool = True) -> bool:
         """Take back *owner*'s last tokens on other ranks. Returns whether this rank has a pool to do it in, too."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(
+                self.tell(
                     rank, Rewind(resource=resource, owner=(owner.key, owner.context), tokens=tokens, complete=complete)
                 )
-        return _HERE in self.seats.of_pool(resource, owner).ranks
+        here = _HERE in self.seats.of_pool(resource, owner).ranks
+        if not here:
+            self.books[resource].follow(owner, -tokens)
+        return here
 
     def retracted(self, flight: Flight, index: int) -> None:
         """This rank has retracted the *index*-th call of *flight*; those that ran it with this one do so, too."""
@@ -283,16 +271,14 @@ class Ranks:
         """The other ranks of the mesh learn what this one has learnt."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(rank, Learn(resource=resource, owner=(owner.key, owner.context), ids=list(ids)))
+                self.tell(rank, Learn(resource=resource, owner=(owner.key, owner.context), ids=list(ids)))
 
     def skipped(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
         """The other ranks of the mesh skip what this one has skipped."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
                 other = None if sibling is None else (sibling.key, sibling.context)
-                self._tell(
-                    rank, Skip(resource=resource, owner=(owner.key, owner.context), ids=list(ids), sibling=other)
-                )
+                self.tell(rank, Skip(resource=resource, owner=(owner.key, owner.context), ids=list(ids), sibling=other))
 
     def matched(self, resource: str, owner: Owner, ids: Sequence[int], sibling: Owner | None) -> None:
         """The other ranks of the mesh look for what this one has looked for."""
@@ -300,22 +286,36 @@ class Ranks:
             if rank != _HERE:
                 other = None if sibling is None else (sibling.key, sibling.context)
                 named = (owner.key, owner.context)
-                self._tell(rank, Match(resource=resource, owner=named, ids=list(ids), sibling=other))
+                self.tell(rank, Match(resource=resource, owner=named, ids=list(ids), sibling=other))
 
     def missed(self, resource: str, owner: Owner, tokens: int) -> None:
         """The other ranks of the mesh are told what this one was told."""
         for rank in self.seats.of_pool(resource, owner).ranks:
             if rank != _HERE:
-                self._tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
+                self.tell(rank, Missed(resource=resource, owner=(owner.key, owner.context), tokens=tokens))
+
+    def seek(self, number: int, call: CallRun, ids: Sequence[int]) -> None:
+        """Have the ranks that run *call* skip what they know of its prompt *ids*; the first of them answers."""
+        request = call.run.request
+        op, session = self.routing.number_of[call.op], self._session_key(request)
+        for rank in self.seats.of_call(call).ranks:
+            self._touch(rank, request.id)
+            self.tell(
+                rank,
+                Seek(
+                    number=number,
+                    request=request.id,
+                    op=op,
+                    session=session,
+                    ids=list(ids),
+                    sibling=request.sibling_of,
+                ),
+            )
+        self.flush()
 
     def here(self, call: CallRun) -> bool:
         """Whether this rank runs *call*, alone or with others."""
         return _HERE in self.seats.of_call(call).ranks
-
-    def always_here(self, node: str) -> bool:
-        """Whether this rank runs every call of *node*."""
-        seats = self.layout.seats[node]
-        return len(seats) == 1 and _HERE in seats[0].ranks
 
     # --- steps --------------------------------------------------------------------------------------------------------
     def group(self, call: CallRun) -> tuple[Any, ...]:
@@ -330,7 +330,7 @@ class Ranks:
     def may_run_elsewhere(self, group: tuple[Any, ...]) -> bool:
         """Whether a step of *group* can begin now, on other ranks alone."""
         ranks = group[-1].ranks
-        return _HERE not in ranks and all(rank in self._links and _has_room(self._links[rank]) for rank in ranks)
+        return _HERE not in ranks and all(rank in self._links and self._links[rank].has_room for rank in ranks)
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Tell the other ranks of a step what to run."""
@@ -341,6 +341,8 @@ class Ranks:
             return
         step, here = next(self._steps), _HERE in seat.ranks
         decodes = any(w.call.decode for w in work)
+        if not here:
+            self._follow(work)
         self._flying[step] = _Flying(work, seat, set(others), decodes)
         for rank in others:
             link = self._links[rank]
@@ -354,6 +356,24 @@ class Ranks:
             link.decoding += decodes
             link.flush()
         self._mirrored = step if here else None
+
+    def _follow(self, work: Sequence[Work]) -> None:
+        """Keep the books of what a step elsewhere commits."""
+        entry = work[0].call.op.entry
+        for name in entry.resources:
+            if name not in entry.frozen:
+                for w in work:
+                    self.books[name].follow(self._owner_of(w.call, name), w.tokens)
+
+    def _owner_of(self, call: CallRun, resource: str) -> Owner:
+        session = self._session_key(call.run.request) if resource in self._kept else None
+        return Owner(session or call.run.request.id, call.op.call.context)
+
+    def skipped_elsewhere(self, call: CallRun, tokens: int) -> None:
+        """The ranks that run *call* have taken over so many tokens of its prompt."""
+        if tokens:
+            for name in call.op.entry.resources:
+                self.books[name].follow(self._owner_of(call, name), tokens)
 
     def launched(self, flights: Sequence[Flight]) -> None:
         """This rank has launched the step that was dispatched last: the others name its outputs alike."""
@@ -383,11 +403,11 @@ class Ranks:
             self._doubts[flight.step] = time.monotonic() + DOUBT_S
             for rank in flying.seat.ranks:
                 if rank != _HERE:
-                    self._tell(rank, Agreed(step=flight.step))
+                    self.tell(rank, Agreed(step=flight.step))
         if flight.first + len(flight.work) == len(flying.work):
             self._compare(flight.step, flying)
 
-    def _row(self, w: Work, rank: int, link: _Link, values: list[Contents]) -> Row:
+    def _row(self, w: Work, rank: int, link: Link, values: list[Contents]) -> Row:
         call = w.call
         request = call.run.request
         session = self._session_key(request)
@@ -403,7 +423,7 @@ class Ranks:
             return None
         return Session(request.session, request.tenant, 0.0).key
 
-    def _given(self, value: Any, rank: int, link: _Link, values: list[Contents]) -> Any:
+    def _given(self, value: Any, rank: int, link: Link, values: list[Contents]) -> Any:
         if not isinstance(value, Ref):
             return value
         away = value.away
@@ -413,6 +433,7 @@ class Ranks:
         if held is None or not held[0].goes_to(link.dropped):  # what a rank had that has died since, it has no more
             handle = Handle(-next(self._sent), link.dropped)
             values.append(pack(handle.key, value.items()))
+            away = value.away = away.copy()  # others that lie in the same tensor are not sent with it
             held = away.held[rank] = (handle, value.start)
         handle, begins = held
         host = value.host if value.row and isinstance(value.host, int) else None
@@ -422,7 +443,7 @@ class Ranks:
         ranks = self._touched.setdefault(request, set())
         if rank not in ranks:
             ranks.add(rank)
-            self._tell(rank, Open(request=EngineRequest(id=request), needs=[]))
+            self.tell(rank, Open(request=EngineRequest(id=request), needs=[]))
 
     # --- answers ------------------------------------------------------------------------------------------------------
     def stashed(self) -> list[FromRank]:
@@ -430,7 +451,7 @@ class Ranks:
         stash, self._stash = self._stash, []
         return stash
 
-    def take(self, message: FromRank) -> Landing | Failed | None:
+    def take(self, message: Landed | Refused | Fetched) -> Landing | Failed | None:
         """What *message* means for the worker: a step that is done, a request that has failed, or nothing."""
         if isinstance(message, Refused):
             return message.failed
@@ -463,7 +484,7 @@ class Ranks:
                 )
         elif alike and len(flying.seat.ranks) > 1 and any(flying.failed.values()):
             for rank in flying.seat.ranks:  # one that hears nothing ends itself, and its mesh starts again
-                self._tell(rank, Agreed(step=step))
+                self.tell(rank, Agreed(step=step))
 
     def next_doubt(self) -> float | None:
         """When (monotonic seconds) a mesh must have agreed on a step that failed."""
@@ -525,7 +546,8 @@ class Ranks:
         raise RankLost(rank, f"it has not sent a value within {_FETCH_S:.0f} s")
 
     # --- sending ------------------------------------------------------------------------------------------------------
-    def _tell(self, rank: int, message: ToRank) -> None:
+    def tell(self, rank: int, message: ToRank) -> None:
+        """Send *message* to *rank* with what goes there next."""
         link = self._links.get(rank)
         if link is not None:  # a rank that has died has forgotten it all
             link.outbox.append(message)
@@ -537,10 +559,6 @@ class Ranks:
 
     def status(self) -> list[dict[str, Any]]:
         return [{"rank": rank, "flying": link.flying} for rank, link in sorted(self._links.items())]
-
-
-def _has_room(link: _Link) -> bool:
-    return link.flying < (1 if link.decoding else 2)
 
 
 def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks | None:

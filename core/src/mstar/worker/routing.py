@@ -37,7 +37,8 @@ class Routing:
     def _leaving(self, op: CallOp, readers: dict[str, set[tuple[Seat, ...]]]) -> Iterator[str]:
         yield from op.host
         yield from op.call.emit
-        here = set() if op.call.node in self.layout.by_context else {self.layout.seats[op.call.node]}
+        spread = op.call.node in self.layout.by_context or op.call.node in self.layout.by_walk
+        here = set() if spread else {self.layout.seats[op.call.node]}
         for port, value in op.call.outputs.items():
             if readers.get(value) != here:
                 yield port

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mstar.graph.calls import CallRun
 from mstar.graph.program import CallOp, Plan
 from mstar.resources.base import Owner, Resource
 from mstar.worker.live import Live
+from mstar.worker.messages import Found
+from mstar.worker.prompt_heads import Skipped, skip_known
 from mstar.worker.ranks import Ranks
 
 __all__ = ["PromptSharing"]
@@ -18,7 +22,8 @@ class PromptSharing:
 
     :ivar looked_up: tokens of prompts that might have been known. :ivar found: those that were.
     :param live: requests by id. :param owner_of: whose state a call uses in a resource. :param start: begins a
-        request's routes. :param ranks: the other ranks: those that run a call with this one skip what it skips.
+        request's routes. :param ranks: the other ranks: those that run a call with this one skip what it skips, and
+        those that run one without it look for themselves.
     """
 
     def __init__(
@@ -33,6 +38,8 @@ class PromptSharing:
         self._ranks = ranks
         self._resources, self._live, self._owner_of, self._start = resources, live, owner_of, start
         self.looked_up = self.found = 0
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[Live, CallRun]] = {}  # calls whose prompts other ranks look for
         self._possible = any(entry.prefix for node in plan.graph.nodes for entry in node.entries)
         self._prompt = _prompt_of(plan)
 
@@ -53,51 +60,59 @@ class PromptSharing:
         ref = call.run.values.get(str(op.call.inputs[op.primary]))
         if ref is not None:
             prompt = CallRun(call.run, call.partition, op, {op.primary: ref}, ref.length)
-            self.reuse(live, prompt)
+            if self._ranks is None or self._ranks.here(prompt):
+                self.reuse(live, prompt)
             live.skipped = prompt.done
 
-    def reuse(self, live: Live, call: CallRun) -> None:
-        """Let the call skip the head of its tokens that all of its resources already hold. Not on another rank, whose
-        pools nobody here can ask."""
+    def reuse(self, live: Live, call: CallRun) -> bool:
+        """Let the call skip the head of its tokens that all of its resources already hold. Returns whether it can be
+        offered: not yet where another rank, whose pools nobody here can ask, looks for it."""
         if live.skipped is not None:
             call.done = live.skipped
-            return
+            return True
+        ids = self._ids(call)
         if self._ranks is not None and not self._ranks.here(call):
-            return
-        ref = call.inputs[call.op.primary or ""]
-        ids = ref.to_host() if not ref.row else [ref.to_host()]
+            number = next(self._numbers)
+            self._asked[number] = (live, call)
+            self._ranks.seek(number, call, ids)
+            return False
         sibling = self._sibling(live)
         shares = []
         for name in call.op.entry.resources:
             parent = None if sibling is None else self._owner_of(sibling, name, call)
             shares.append((self._resources[name], self._owner_of(live, name, call), parent))
-        hits = self._matches(shares, ids)
-        deepest = skipped = min(hits, default=0)
-        if hits:
-            self.looked_up += len(ids)
-            deepest = max(hits)
-        while skipped > 0 and max(hits) > skipped:  # where all can begin: what one knows may end within another's
-            hits = self._matches(shares, ids[: skipped + 1])
-            skipped = min(hits)
-        self.found += max(skipped, 0)
-        if deepest > skipped:
-            for resource, owner, _ in shares:
-                resource.missed(owner, deepest)
-                if self._ranks is not None:
-                    self._ranks.missed(resource.name, owner, deepest)
-        if skipped <= 0:
-            return
-        for resource, owner, parent in shares:
-            resource.skip(owner, ids[:skipped], parent)
+        self._settle(live, call, len(ids), skip_known(shares, ids, self._ranks))
+        return True
+
+    def found_elsewhere(self, message: Found) -> tuple[Live, CallRun] | None:
+        """What another rank has found of a prompt: the call that can be offered now, unless its request has ended."""
+        waiting = self._asked.pop(message.number, None)
+        if waiting is not None:
+            live, call = waiting
             if self._ranks is not None:
-                self._ranks.skipped(resource.name, owner, ids[:skipped], parent)
-        call.done = live.cached = skipped
+                self._ranks.skipped_elsewhere(call, message.tokens)
+            live.cuts = message.cuts
+            self._settle(live, call, call.length, Skipped(message.asked, message.tokens))
+        return waiting
+
+    def _settle(self, live: Live, call: CallRun, tokens: int, skipped: Skipped) -> None:
+        if skipped.asked:
+            self.looked_up += tokens
+        if skipped.tokens:
+            self.found += skipped.tokens
+            call.done = live.cached = skipped.tokens
+
+    @staticmethod
+    def _ids(call: CallRun) -> Sequence[int]:
+        ref = call.inputs[call.op.primary or ""]
+        ids: Any = ref.to_host()
+        return [ids] if ref.row else ids
 
     def cut(self, live: Live, call: CallRun) -> int:
         """How many of the tokens that are left of the call the next step may take at most."""
         tokens = call.remaining
         if self._ranks is not None and not self._ranks.here(call):
-            return tokens
+            return min((cut - call.done for cut in live.cuts if cut > call.done), default=tokens)
         for name in call.op.entry.resources:
             resource = self._resources[name]
             if type(resource).cut is not Resource.cut:
@@ -107,6 +122,8 @@ class PromptSharing:
     def computed(self, live: Live) -> None:
         """The prompt is computed (or never will be): siblings may go on."""
         live.fresh = False
+        for number in [number for number, (asking, _) in self._asked.items() if asking is live]:
+            del self._asked[number]  # it has ended
         siblings, live.siblings = live.siblings, []
         for sibling in siblings:
             if sibling.request.id in self._live:
@@ -114,17 +131,6 @@ class PromptSharing:
 
     def _sibling(self, live: Live) -> Live | None:
         return self._live.get(live.request.sibling_of or "")
-
-    def _matches(self, shares: Sequence[tuple[Resource, Owner, Owner | None]], ids: Sequence[int]) -> list[int]:
-        """What each resource that has an opinion holds of *ids* already."""
-        hits = []
-        for resource, owner, parent in shares:
-            hit = resource.match(owner, ids, parent)
-            if hit is not None:
-                hits.append(hit)
-            if self._ranks is not None:  # what was looked at last is dropped last, on all ranks of a mesh
-                self._ranks.matched(resource.name, owner, ids, parent)
-        return hits
 
 
 def _prompt_of(plan: Plan) -> CallOp | None:

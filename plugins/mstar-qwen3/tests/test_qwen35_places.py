@@ -1,0 +1,87 @@
+"""Prompts on another rank than decoding: what one rank says, and nothing left anywhere."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from mstar.cluster.base import WorkerConfig
+from mstar.plugins import load_plugins
+from mstar.registry import Registry
+from mstar.runtime.deployment_files import packaged_deployment
+from mstar.runtime.service import Service
+from mstar.settings import Settings
+from mstar.spec.deployment import merge_deployment
+from mstar.spec.errors import DeploymentError
+from mstar.testing.conformance.subject import open_registry
+from mstar.testing.drive import Driver
+from mstar.testing.examples import Example
+from mstar.testing.rank_drive import RankDriver
+from mstar_server.app import create_app
+
+KEY = "qwen3_5_0.8b"
+TEXTS = ("Hello there, how are you today?", "France", "The capital of France is Paris. " * 3, "France")
+EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.mark.parametrize("places", [{"prefill": 1, "decode": 0}, {"prefill": 0, "decode": 1}], ids=str)
+def test_the_language_model_says_what_one_rank_says(folders: dict[str, Path], places: dict[str, Any]) -> None:
+    registry, said = open_registry("mstar_qwen3.plugin"), []
+    told = {**EXACT, "scheduler": {"max_step_tokens": 24}}
+    alone = Driver(KEY, registry, folders["text"], **told)
+    apart = RankDriver(KEY, registry, folders["text"], placement={"llm": places}, **told)
+    for driver in (alone, apart):
+        for number, text in enumerate(TEXTS):
+            driver.submit(str(number), Example(text, knobs={"temperature": 0.0, "max_tokens": 12}))
+        driver.run()
+        said.append([list(driver.result(str(number))["text"]) for number in range(len(TEXTS))])
+        driver.assert_empty()
+    assert said[0] == said[1]
+    assert len(set(said[0][0])) > 3
+    assert apart.worker.status()["moves"]["done"] == len(TEXTS)
+
+
+def test_a_model_that_sees_keeps_its_prompts_where_its_pictures_are(folders: dict[str, Path]) -> None:
+    with pytest.raises(DeploymentError, match="'media' keeps what it computes"):
+        RankDriver(
+            KEY, open_registry("mstar_qwen3.plugin"), folders["whole"], placement={"llm": {"prefill": 1, "decode": 0}}
+        )
+
+
+def answers(folder: Path, **overrides: Any) -> tuple[list[str], dict[str, Any]]:
+    """What the server says to each text, and the worker's status after it."""
+    extra = () if importlib.metadata.entry_points(group="mstar.plugins", name="qwen3") else ("mstar_qwen3.plugin",)
+    registry = Registry(load_plugins(Settings(extra_plugins=extra)))
+    spec = registry.model(KEY)
+    deployment = merge_deployment(KEY, packaged_deployment(spec), EXACT, overrides)
+    config = WorkerConfig(key=KEY, weights=str(folder), deployment=deployment, extra_plugins=extra)
+    service = Service(spec, config, registry)
+    app = create_app({KEY: service}, registry)
+    with TestClient(app) as client:
+        portal: Any = client.portal
+        portal.call(service.start)
+        try:
+            said = []
+            for text in TEXTS:
+                body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 12}
+                answer = client.post("/v1/chat/completions", json={"model": KEY, **body})
+                assert answer.status_code == 200, answer.text
+                message = answer.json()["choices"][0]["message"]
+                said.append(f"{message.get('reasoning_content')} {message['content']}")
+            return said, portal.call(service.status)
+        finally:
+            portal.call(service.stop)
+            portal.call(app.state.mstar.close)
+
+
+def test_over_http_two_processes_answer_as_one(folders: dict[str, Path]) -> None:
+    want, _ = answers(folders["text"], executor="inline")
+    got, status = answers(folders["text"], placement={"llm": {"prefill": 1, "decode": 0}})
+    assert got == want
+    assert len(set(want)) > 2
+    assert status["moves"]["done"] == len(TEXTS)
+    assert status["ranks"][0]["steps"] >= len(TEXTS)
