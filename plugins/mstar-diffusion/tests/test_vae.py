@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from diffusers_pipelines import KINDS, model_of, node_of, step
 
+from mstar.testing.compiling import fresh_compiler
 from mstar_diffusion.vae.nodes import VaeDecoder
 from mstar_diffusion.z_image.model import ZImage
 
@@ -97,3 +98,17 @@ def test_channels_stay_last(request: pytest.FixtureRequest, kind: str) -> None:
     assert len(turned) > 10
     assert all(turned)
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_decoder_can_be_compiled(z_image: Path, last: bool) -> None:
+    """Traced as ever, whatever the order in memory, though no machine code is made."""
+    node = node_of(z_image, ZImage, "vae_decoder")
+    latent = node.latents(torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(3)))
+    right = node.decoder(latent)
+    if last:
+        node.to(memory_format=torch.channels_last)
+        latent = latent.contiguous(memory_format=torch.channels_last)
+    with fresh_compiler(), torch.inference_mode():
+        compiled = torch.compile(node.decoder.forward, dynamic=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(latent), right, rtol=1e-4, atol=1e-5)

@@ -67,8 +67,14 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
-    normed = F.group_norm(x, groups, weight, bias, eps)
-    return F.silu(normed) if silu else normed
+    if torch.compiler.is_compiling():  # torch's own becomes one opaque kernel there, which refuses some strides
+        grouped = x.float().reshape(x.shape[0], groups, -1)
+        var, mean = torch.var_mean(grouped, -1, correction=0, keepdim=True)
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        normed = ((grouped - mean) * torch.rsqrt(var + eps)).reshape(x.shape) * weight.view(shape) + bias.view(shape)
+    else:
+        normed = F.group_norm(x, groups, weight, bias, eps)
+    return (F.silu(normed) if silu else normed).to(x.dtype)
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:
