@@ -230,3 +230,15 @@ def test_payloads() -> None:
     image = OutStream(Stream("image", "a", CLIENT, Port("i", "float32", ("H", "W"), "stacked"), "image"))
     array, count = image.payload(Ref(torch.zeros(3, 4, 5), 0, 1, row=True))
     assert (array.shape, count) == ((1, 4, 5), 1)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_reaches_nobody(wrong: float, dtype: torch.dtype) -> None:
+    items = torch.tensor([0.5, wrong, 0.25], dtype=dtype)
+    port = Port("item", "float32", (), "stacked")
+    with pytest.raises(RequestError) as caught:
+        OutStream(Stream("s", "a", CLIENT, port, "audio")).payload(Ref.whole(items))
+    assert (caught.value.status, caught.value.code) == (500, "numerical_error")
+    told, count = OutStream(Stream("s", "a", CLIENT, port, "state")).payload(Ref.whole(items))  # may mean something
+    assert count == len(told) == 3

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mstar.engine.graphs import GraphRunner, Recorder
+from mstar.nn.node import Sampled
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
@@ -24,6 +25,7 @@ from mstar.spec.tasks import Image
 from mstar.testing import Driver, Example
 from mstar.testing.compiling import fresh_compiler
 from mstar_diffusion.flux2.names import native_names
+from mstar_diffusion.vae.nodes import VaeDecoder
 
 EXTRA = () if importlib.metadata.entry_points(group="mstar.plugins", name="diffusion") else ("mstar_diffusion.plugin",)
 
@@ -113,6 +115,31 @@ def test_pictures_of_one_size_are_decoded_together(registry: Registry, z_image: 
     driver.assert_empty()
 
 
+def test_a_picture_that_is_no_numbers_fails_alone(
+    registry: Registry, z_image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver("z_image_turbo", registry, z_image)
+    driver.submit("alone", ask(1, 2))
+    driver.run()
+    plain = VaeDecoder.decode
+
+    def poisoned(node: VaeDecoder, latent: Tensor, room: float) -> Tensor:
+        picture = plain(node, latent, room)
+        assert len(picture) == 2
+        picture[0, 1, 3, 5] = torch.nan
+        return picture
+
+    monkeypatch.setattr(VaeDecoder, "decode", poisoned)
+    driver.submit("wrong", ask(2, 2))
+    driver.submit("right", ask(1, 2))
+    driver.run()
+    end = driver.ended["wrong"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.code) == (500, "numerical_error")
+    np.testing.assert_array_equal(driver.result("right")["image"], driver.result("alone")["image"])
+    driver.assert_empty()
+
+
 def test_no_more_rows_than_the_deployment_says(registry: Registry, z_image: Path) -> None:
     driver = Driver("z_image_turbo", registry, z_image, model_kwargs={"max_batch_size": 2, "capture_batch_sizes": [1]})
     seen = watch(driver)
@@ -171,7 +198,8 @@ class Again(Recorder):
         def replay() -> None:
             self.replays += 1
             for port, value in function().items():
-                outputs[port].copy_(value)
+                mine, new = (one.ids if isinstance(one, Sampled) else one for one in (outputs[port], value))
+                mine.copy_(new)
 
         return outputs, replay
 

@@ -28,7 +28,7 @@ from mstar.graph.program import CallOp, Plan
 from mstar.nn.node import Node
 from mstar.resources.base import Owner, Resource, Row
 from mstar.resources.staging import Lane, Stage
-from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.errors import RequestError, SetupError, not_finite
 from mstar.spec.graph import Entry, NodeSpec
 
 __all__ = ["Engine", "Flight"]
@@ -290,7 +290,7 @@ class Engine:
         for late in outcome.ids:
             for i, token in enumerate(late.values()):
                 if token < 0:
-                    results[i] = _not_finite()
+                    results[i] = not_finite()
         for report in outcome.reports:
             for result, row in zip(outcome.results, report(), strict=True):
                 result.logprobs = None if row is None else [row]
@@ -353,15 +353,6 @@ def _sizes_of(node: NodeSpec, sizes: Sequence[tuple[int, int]], rows: int) -> Se
 def _rollback(entry: Entry, used: Sequence[Resource], rows: Sequence[Sequence[Row]]) -> None:
     for resource, mine in zip(used, rows, strict=True):
         resource.rollback(mine, resource.name in entry.frozen)
-
-
-def _not_finite() -> RequestError:
-    return RequestError(
-        "the model computed values that are no numbers (NaN or infinity) for this request",
-        code="numerical_error",
-        status=500,
-        type="server_error",
-    )
 
 
 def _ids(w: Work) -> Sequence[int] | None:

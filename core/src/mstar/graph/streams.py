@@ -12,13 +12,16 @@ from torch import Tensor
 
 from mstar.graph.values import Ref
 from mstar.spec.chunks import cut, wanted
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, not_finite
 from mstar.spec.graph import CLIENT, Fresh, Stream, Whole
 
 __all__ = ["Chunk", "Heard", "InnerStream", "OutStream", "fresh"]
 
 Heard = Mapping[str, int]
 """Client stream → how many of its items went into something. Never changed, only replaced."""
+
+_SENSED = ("audio", "image", "video", "action")
+"""Modalities whose items somebody hears, sees or carries out: each of their numbers is one."""
 
 
 @dataclass(slots=True)
@@ -258,7 +261,10 @@ class OutStream:
         return now if self._played_until is None else self._played_until
 
     def payload(self, ref: Ref) -> tuple[Any, int]:
-        """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items."""
+        """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items.
+
+        :raises RequestError: sound, pictures or actions are no numbers.
+        """
         if self.spec.modality == "tokens":
             host = ref.to_host()
             tokens = host if isinstance(host, list) else [host]
@@ -268,4 +274,6 @@ class OutStream:
             array = array[None]
         if array.dtype == torch.bfloat16:
             array = array.float()
+        if self.spec.modality in _SENSED and array.is_floating_point() and not array.isfinite().all():
+            raise not_finite()
         return array.numpy(), int(array.shape[0])

@@ -25,6 +25,7 @@ __all__ = [
     "counted",
     "innermost",
     "nearest",
+    "not_finite",
 ]
 
 
@@ -115,6 +116,16 @@ class NotReady(RequestError):
     def __init__(self, message: str, *, retry_after: float = 5.0):
         super().__init__(message, code="not_ready", status=503, type="server_error")
         self.retry_after = retry_after
+
+
+def not_finite() -> RequestError:
+    """A model's arithmetic went wrong for one request."""
+    return RequestError(
+        "the model computed values that are no numbers (NaN or infinity) for this request",
+        code="numerical_error",
+        status=500,
+        type="server_error",
+    )
 
 
 def counted(count: int, noun: str) -> str:

@@ -63,6 +63,7 @@ _INDEX = Port("index", "int64", (), "stacked")
 _SCALE = Port("scale", "float32", (), "stacked")
 _PIXELS = Port("pixels", "uint8", ("H", "W", 3), "list")
 _IMAGE = Port("image", "uint8", ("H", "W", 3), "stacked")
+_FINITE = Port("finite", "int64", (), "stacked")
 _PROGRESS = Stream("progress", "main", CLIENT, Port("progress", "int64", (2,), "stacked"), "progress")
 _PREVIEW = Stream("preview", "main", CLIENT, Port("preview", "uint8", ("H", "W", 3), "stacked"), "preview")
 _ANSWER = Stream("image", "main", CLIENT, _IMAGE, "image")
@@ -207,7 +208,7 @@ class ImageModel(Model, abc.ABC):
             yield NodeSpec("vae_encoder", (Entry(inputs=(_PIXELS,), outputs=(tokens,)),))
         latent, clean = _latent(facts), replace(_latent(facts), name="clean", dtype="float32")
         sizes = {(size["h"], size["w"]): {"h": size["h"], "w": size["w"]} for size in self.captured()}
-        decode = Entry(inputs=(latent,), outputs=(_IMAGE,), graph_sizes=tuple(sizes.values()))
+        decode = Entry(inputs=(latent,), outputs=(_IMAGE, _FINITE), graph_sizes=tuple(sizes.values()))
         preview = Entry("preview", (clean,), (replace(_IMAGE, name="preview"),))
         few = tuple(size for size in rows if size <= _DECODED) or rows[:1]
         yield NodeSpec("vae_decoder", (decode, preview), options.max_batch_size, graph_rows=few)

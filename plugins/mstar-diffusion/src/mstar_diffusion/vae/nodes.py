@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mstar.nn.node import Node, Step
+from mstar.nn.node import Node, Sampled, Step
 from mstar.spec.sizes import bytes_in_words
 from mstar.weights.names import WeightMap
 from mstar_diffusion.rows import row_by_row
@@ -80,17 +80,20 @@ class VaeDecoder(Node, abc.ABC):
         self.post_quant_conv = nn.Conv2d(config.latent, config.latent, 1) if config.post_quant else None
 
     def forward(self, step: Step, latent: Tensor) -> dict[str, Any]:
-        """*latent*: ``[rows, h', w', C]``. Returns ``image``: uint8 ``[rows, H, W, 3]``.
+        """*latent*: ``[rows, h', w', C]``. Returns ``image``: uint8 ``[rows, H, W, 3]``, and ``finite``, which fails
+        the requests whose pictures are no numbers: bytes would not show it.
 
         :raises RuntimeError: a captured step would hold too much memory; the engine goes on with plain calls.
         """
         points = self.latents(latent.to(step.dtype))
         room = math.inf if _recorded(step) else self.room(points)
-        image = to_pixels(self.decode(points, room))
+        picture = self.decode(points, room)
+        image = to_pixels(picture)
         if step.lane is not None and step.lane.trial and self.bytes_of(points) > room / _KEPT:
             size = f"{len(image)} of {image.shape[2]} x {image.shape[1]} pixels"
             raise RuntimeError(f"{size} would hold {bytes_in_words(self.bytes_of(points))} of memory")
-        return {"image": image}
+        finite = picture.isfinite().flatten(1).all(1)
+        return {"image": image, "finite": Sampled(finite.long() - 1)}
 
     def preview(self, step: Step, clean: Tensor) -> dict[str, Any]:
         """*clean*: what the pictures would be now, ``[rows, h', w', C]``. Returns ``preview``: uint8 ``[rows, H, W,
