@@ -11,10 +11,11 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import httpx
+import openai
 
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
@@ -40,11 +41,20 @@ _LAZY = (
 
 
 class Server:
-    """Where it listens, and a plain HTTP client for it."""
+    """Where it listens, and clients for it, which close with it."""
 
     def __init__(self, url: str):
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=60)
+
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def close(self) -> None:
+        self.http.close()
+        if "openai" in vars(self):
+            self.openai.close()
 
     def pools(self) -> dict[str, dict[str, dict[str, int]]]:
         """Model → resource → usage, once every model is at rest."""
@@ -106,7 +116,7 @@ def serving(
         _wait_ready(server, failure)
         yield server
     finally:
-        server.http.close()
+        server.close()
         stop.set()
         thread.join(60)
     assert not thread.is_alive()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
 from PIL import Image
@@ -57,11 +56,6 @@ def klein(flux2: Path) -> Iterator[Server]:
         yield running
 
 
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def reference(folder: Path, kind: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,7 +91,7 @@ def png(picture: np.ndarray) -> bytes:
 def test_words_to_pictures_z_image(turbo: Server, z_image: Path) -> None:
     """Two pictures with seeds of their own, and the model's own number of steps."""
     pipe = reference(z_image, "z_image")
-    reply = client(turbo).images.generate(
+    reply = turbo.openai.images.generate(
         model="z_image_turbo", prompt="a red cat", n=2, size="96x64", extra_body={"seed": 11}
     )
     assert (reply.size, len(reply.data or ())) == ("96x64", 2)
@@ -110,7 +104,7 @@ def test_words_to_pictures_z_image(turbo: Server, z_image: Path) -> None:
 def test_guidance(turbo: Server, z_image: Path) -> None:
     pipe = reference(z_image, "z_image")
     asked = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 2.5, "negative_prompt": "a dog, blurred"}
-    reply = client(turbo).images.generate(model="z_image_turbo", prompt="a red cat", size="64x80", extra_body=asked)
+    reply = turbo.openai.images.generate(model="z_image_turbo", prompt="a red cat", size="64x80", extra_body=asked)
     more = {name: asked[name] for name in ("num_inference_steps", "guidance_scale", "negative_prompt")}
     want = right(pipe, "a red cat", 3, width=64, height=80, **more)
     np.testing.assert_allclose(pixels((reply.data or [])[0].b64_json), want, atol=1)
@@ -119,7 +113,7 @@ def test_guidance(turbo: Server, z_image: Path) -> None:
 
 def test_words_to_pictures_klein(klein: Server, flux2: Path) -> None:
     pipe = reference(flux2, "flux2")
-    reply = client(klein).images.generate(
+    reply = klein.openai.images.generate(
         model="flux2_klein", prompt="a red cat", size="64x96", extra_body={"seed": 2, "num_inference_steps": 4}
     )
     want = right(pipe, "a red cat", 2, width=64, height=96, num_inference_steps=4, text_encoder_out_layers=(1, 2, 3))
@@ -131,7 +125,7 @@ def test_edits(klein: Server, flux2: Path, sizes: list[tuple[int, int]]) -> None
     """One reference to four, cut to the model's grid; the answer has the first one's size."""
     pipe = reference(flux2, "flux2")
     pictures = [painted(*size, seed=i) for i, size in enumerate(sizes)]
-    reply = client(klein).images.edit(
+    reply = klein.openai.images.edit(
         model="flux2_klein",
         prompt="make it blue",
         image=[png(picture) for picture in pictures],
@@ -153,7 +147,7 @@ def test_edits(klein: Server, flux2: Path, sizes: list[tuple[int, int]]) -> None
 def test_an_edit_of_another_size(klein: Server, flux2: Path) -> None:
     pipe = reference(flux2, "flux2")
     picture = painted(80, 80)
-    reply = client(klein).images.edit(
+    reply = klein.openai.images.edit(
         model="flux2_klein", prompt="x", image=png(picture), size="64x128",  # type: ignore[arg-type]
         extra_body={"seed": 5, "num_inference_steps": 1},
     )  # fmt: skip
@@ -164,8 +158,8 @@ def test_an_edit_of_another_size(klein: Server, flux2: Path) -> None:
 
 def test_a_stream_shows_the_picture_on_its_way(klein: Server) -> None:
     ask: dict[str, Any] = {"model": "flux2_klein", "prompt": "a cat", "size": "320x64", "extra_body": {"seed": 1}}
-    whole = client(klein).images.generate(**ask)
-    events = list(client(klein).images.generate(**ask, stream=True, partial_images=3))
+    whole = klein.openai.images.generate(**ask)
+    events = list(klein.openai.images.generate(**ask, stream=True, partial_images=3))
     assert [e.type for e in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
     assert events[-1].b64_json == (whole.data or [])[0].b64_json
     looks = [pixels(event.b64_json) for event in events]
@@ -215,7 +209,7 @@ def test_the_native_route_edits_too(klein: Server) -> None:
     form = {"text": "make it blue", "model_kwargs": '{"seed": 5, "num_inference_steps": 2}'}
     reply = klein.http.post("/generate", data=form, files=[("files", ("a.png", picture, "image/png"))])
     assert reply.status_code == 200, reply.text
-    edited = client(klein).images.edit(
+    edited = klein.openai.images.edit(
         model="flux2_klein", prompt="make it blue", image=picture, extra_body={"seed": 5, "num_inference_steps": 2}
     )
     np.testing.assert_array_equal(
@@ -227,11 +221,11 @@ def test_pictures_at_different_steps_share_the_denoiser(klein: Server) -> None:
     """Each is what it is alone, to the last bit, and nothing is left when all are done."""
     asked = [{"seed": i, "num_inference_steps": 1 + i % 4} for i in range(6)]
     ask: dict[str, Any] = {"model": "flux2_klein", "prompt": "a cat", "size": "64x64"}
-    alone = [client(klein).images.generate(**ask, extra_body=more) for more in asked]
+    alone = [klein.openai.images.generate(**ask, extra_body=more) for more in asked]
     found: dict[int, Any] = {}
 
     def one(number: int) -> None:
-        found[number] = client(klein).images.generate(**ask, extra_body=asked[number])
+        found[number] = klein.openai.images.generate(**ask, extra_body=asked[number])
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(len(asked))]
     for thread in threads:

@@ -92,14 +92,9 @@ def expected(folder: Path, *parts: Part) -> str:
     return TextTokenizer(folder).decode(greedy(folder, inputs_of(folder, [Message("user", parts)]), NEW))
 
 
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def chat(server: Server, *content: dict[str, Any], **more: Any) -> Any:
     messages: Any = [{"role": "user", "content": list(content)}]
-    return client(server).chat.completions.create(
+    return server.openai.chat.completions.create(
         model="qwen3_5_0.8b", messages=messages, **SAMPLING, extra_body=EXACT, **more
     )
 
@@ -136,7 +131,7 @@ def test_responses(server: Server, folder: Path) -> None:
         {"type": "input_text", "text": "See"},
         {"type": "input_image", "image_url": url(png(picture())), "detail": "auto"},
     ]
-    said = client(server).responses.create(
+    said = server.openai.responses.create(
         model="qwen3_5_0.8b",
         input=[{"role": "user", "content": content}],
         temperature=0,

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from mstar.cluster.base import WorkerConfig
-from mstar.cluster.launch import _environment
-from mstar.spec.deployment import Deployment
+from mstar.cluster.launch import worker_environment
 
 PLUGIN = """
 import mstar
@@ -64,13 +62,8 @@ def test_damaged_entry_points_do_not_end_a_command(tmp_path: Path, entries: byte
     assert "damaged: run `pip install --force-reinstall damaged`" in done.stdout
 
 
-def test_workers_leave_the_plugins_of_libraries_alone_unless_the_operator_wants_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = WorkerConfig(key="m", weights=None, deployment=Deployment(model="m"))
-    monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
-    environment = _environment(config)
+def test_workers_leave_the_plugins_of_libraries_alone_unless_the_operator_wants_them() -> None:
+    environment = worker_environment(None, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"})
     assert environment["PYDANTIC_DISABLE_PLUGINS"] == "__all__"
     assert environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
 
