@@ -218,9 +218,11 @@ class TestCopies:
         copies, running = one_on_each(pair)
         before = [copy.node for copy in copies]
         lost = before.index(nodes.other.node_id)
-        os.kill(copies[lost].pid, signal.SIGSTOP)
+        stopped = copies[lost].pid
+        os.kill(stopped, signal.SIGSTOP)
         nodes.lose()
         assert "is gone" in dies(running[lost])
+        os.kill(stopped, signal.SIGKILL)  # on a machine of its own it would have gone with it
         assert "".join(running[1 - lost])
         assert [pair.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected  # on the node that is left
         nodes.replace()
