@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,11 @@ def attention_backend(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         fake_flashinfer.install(monkeypatch)
         monkeypatch.setattr("mstar.resources.attention.flashinfer_rows._LONG", 4)  # small steps use fa3 too
     monkeypatch.setattr(kv_reference, "backend_in_use", request.param)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for FlashInfer's library (:class:`fake_flashinfer.Fake`)."""
+    import fake_flashinfer
+
+    return fake_flashinfer.install(monkeypatch)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from mstar.cluster.base import Executor, Phase, WorkerConfig
+from mstar.cluster.base import Executor, WorkerConfig
+from mstar.cluster.choice import Sink, Told, copied
 from mstar.spec.errors import SetupError
 from mstar.spec.placement import ranks_of
-from mstar.spec.request import Event
 
 try:
     import_module("ray")  # here, since `mstar check` imports this module, too
@@ -21,31 +21,16 @@ __all__ = ["ray_actors"]
 
 
 def ray_actors(
-    config: WorkerConfig,
-    sink: Callable[[Sequence[Event]], None],
-    on_phase: Callable[[Phase], None] = lambda phase: None,
-    registry: Any = None,
-    **limits: Any,
+    config: WorkerConfig, sink: Sink, on_phase: Told = lambda phase: None, registry: Any = None, **limits: Any
 ) -> Executor:
     """The executor ``ray`` for *config*: an actor for each rank of each copy of the layout.
 
     :param limits: see :class:`~mstar.cluster.processes.ProcessesExecutor`.
     """
-    make = partial(_layout, registry=registry, limits=limits)
-    if config.deployment.replicas > 1:
-        from mstar.cluster.replicas import ReplicasExecutor
-
-        return ReplicasExecutor(config, sink, on_phase, registry, make=make)
-    return make(config, sink, on_phase)
+    return copied(partial(_layout, registry=registry, limits=limits), config, sink, on_phase, registry)
 
 
-def _layout(
-    config: WorkerConfig,
-    sink: Callable[[Sequence[Event]], None],
-    on_phase: Callable[[Phase], None],
-    registry: Any,
-    limits: dict[str, Any],
-) -> Executor:
+def _layout(config: WorkerConfig, sink: Sink, on_phase: Told, registry: Any, limits: Mapping[str, Any]) -> Executor:
     """The executor of one copy of the layout."""
     from mstar.cluster.ray.executor import RayExecutor, RayRanksExecutor
 
