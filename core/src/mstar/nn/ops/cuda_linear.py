@@ -1,11 +1,13 @@
 """Linear layers for few rows as Triton kernels: what bounds them is reading the weight, so that is all they wait for.
 
-Two ways, chosen by the number of rows (:mod:`mstar.nn.ops.cuda_linear_table`):
+Three ways, chosen by the number of rows and the layer's sizes (:mod:`mstar.nn.ops.cuda_linear_table`):
 
 - one row, :func:`_one_row`: a program multiplies and adds a few rows of the weight, held in registers;
 - more rows, :func:`_few_rows`: a tile of the weight passes through shared memory into tensor cores, several steps ahead
   of its use. Where a layer has too few output features to occupy the GPU, *split* programs share a tile's input
-  features. The one that ends last adds up what all of them found, always in the same order.
+  features. The one that ends last adds up what all of them found, always in the same order;
+- more rows, :func:`_narrow`: the same for tiles of a few output features, whose input features a program's warps share.
+  So there are programs enough without meeting in memory, and what they found is added up where it is.
 
 Sums are float32. A norm before the product is applied within it: ``rms_norm(x) @ w.T`` is the product of ``x * norm``,
 divided by the root mean square of ``x``, which adds up on the way. A gated activation, or the sum with the residual
@@ -200,6 +202,51 @@ def _few_rows(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
+def _narrow(
+    x, w, norm, bias, out, rows, eps, x_stride: tl.constexpr, out_stride: tl.constexpr,
+    features: tl.constexpr, k_size: tl.constexpr, block_n: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
+    within: tl.constexpr, stages: tl.constexpr,
+    normed: tl.constexpr, gated: tl.constexpr, biased: tl.constexpr, added: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    tile, group = tl.program_id(0), tl.program_id(1)
+    weight_row = _weight_rows(tile, features, block_n, gated)
+    m = group * block_m + tl.arange(0, block_m)
+    span: tl.constexpr = block_k * within
+    steps: tl.constexpr = (k_size + span - 1) // span
+    even: tl.constexpr = k_size % span == 0
+    if early:
+        pdl.release(early)
+        ahead: tl.constexpr = min(steps, stages) * span
+        _read_ahead(w, weight_row, 0, k_size, block_n, 1 << (min(ahead, k_size).bit_length() - 1))
+        pdl.wait(early)
+    at = tl.arange(0, within)[:, None] * block_k + tl.arange(0, block_k)[None, :]
+    line = w + weight_row.to(tl.int64)[None, :, None] * k_size + at[:, None, :]
+    column = x + m.to(tl.int64)[None, None, :] * x_stride + at[:, :, None]
+    acc = tl.zeros((within, block_n, block_m), tl.float32)
+    squares = tl.zeros((within, block_k, block_m), tl.float32)
+    for step in tl.range(steps, num_stages=stages):
+        start = step * span
+        is_row = (m < rows)[None, None, :]
+        if even:
+            weights = tl.load(line + start, eviction_policy="evict_first")
+            values = tl.load(column + start, mask=is_row, other=0)
+        else:
+            inside = at < k_size - start
+            weights = tl.load(line + start, mask=inside[:, None, :], other=0, eviction_policy="evict_first")
+            values = tl.load(column + start, mask=is_row & inside[:, :, None], other=0)
+        if normed:
+            scale = tl.load(norm + start + at, mask=at < k_size - start, other=0).to(tl.float32)
+            wide = values.to(tl.float32)
+            squares += wide * wide
+            values = (wide * scale[:, :, None]).to(values.dtype)
+        acc = tl.dot(weights, values, acc)  # a product for each warp
+    _finish(
+        tl.sum(acc, 0), tl.sum(tl.sum(squares, 1), 0), bias, out, tile, weight_row, m, rows, eps, out_stride,
+        features, k_size, block_n, block_m, normed, gated, biased, added,
+    )  # fmt: skip
+
+
 # --- launching --------------------------------------------------------------------------------------------------------
 _COUNTERS = 1024
 """Tiles that are added up by a launch."""
@@ -275,7 +322,14 @@ def _launch(
             num_warps=cut.warps, **pdl.options(),
         )  # fmt: skip
         return
-    block_m = max(most, 16)
+    block_m = max(most, 8)
+    if cut.narrow:
+        _narrow[(tiles, -(-rows // block_m))](
+            x, weight, norm, bias, out, rows, eps, x.stride(0), out.stride(0),
+            features, k, cut.block_n, block_m, cut.block_k, cut.warps, cut.stages, *flags,
+            num_warps=cut.warps, **pdl.options(),
+        )  # fmt: skip
+        return
     if tiles > _COUNTERS:
         cut = cut._replace(split=1)
     at_once = rows if cut.split == 1 else _COUNTERS // tiles * block_m
