@@ -7,10 +7,12 @@ graph: as four plain products a layer (``cublas``), as the operations without th
 compared with float32, and ``early`` and every replay with ``fused`` bit for bit.
 
 ``--sweep`` first measures ways to cut each layer, for every class of rows, and prints the best as lines for
-``cuda_linear_table.TUNED``; the chain then uses them. A minute and a half for 2 to 16 rows of all shapes::
+``cuda_linear_table.TUNED``; the chain then uses them. A minute and a half for 2 to 16 rows of all shapes, and as
+much for one row::
 
     python benchmarks/gpu_linear.py --sweep --rows 2,4,8,16 --shapes all --products qkv,o,gate_up,down \
-        --chain qwen3.5-4b,llama-3.2-3b --ways cublas,apart,fused --out FILE.json
+        --chain qwen3.5-4b --out FEW.json
+    python benchmarks/gpu_linear.py --sweep --rows 1 --shapes all --chain qwen3.5-4b --out ONE.json
 
 Needs a CUDA machine; ``--check`` also runs in Triton's interpreter (``TRITON_INTERPRET=1 … --check --device cpu --dtype
 float16 --shapes tiny``).

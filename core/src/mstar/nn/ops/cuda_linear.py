@@ -13,6 +13,9 @@ Sums are float32. A norm before the product is applied within it: ``rms_norm(x) 
 divided by the root mean square of ``x``, which adds up on the way. A gated activation, or the sum with the residual
 stream, is applied to the result before it is rounded, once.
 
+With programmatic dependent launch the next kernel may start when all programs have read their weights: before, its own
+reading would only delay theirs.
+
 With one cut, a row's result depends neither on the other rows nor on their number. Cuts differ between classes of rows;
 *deterministic* layers use one cut for any number of rows, so that a row has the same numbers in any batch, prompts
 included: tiles of one shape, whose input features are divided and added up in one order. cuBLAS chooses both by the
@@ -51,20 +54,13 @@ def _weight_rows(tile, features: tl.constexpr, block_n: tl.constexpr, gated: tl.
 
 
 @triton.jit
-def _read_ahead(w, weight_row, start, k_size: tl.constexpr, block_n: tl.constexpr, length: tl.constexpr):
+def _read_ahead(w, weight_row, start, k_size: tl.constexpr, length: tl.constexpr):
     """Bring *length* (a power of two) input features of these rows, from *start*, into the L2 cache."""
-    pieces: tl.constexpr = max(min(128 // block_n, length // 32), 1)  # one for each of 128 threads; 64 bytes or more
-    piece: tl.constexpr = length // pieces
-    k = tl.minimum(start + tl.arange(0, pieces) * piece, k_size - piece)
+    lines: tl.constexpr = max(length // 64, 1)  # of 128 bytes
+    k = tl.minimum(start + tl.arange(0, lines) * 64, k_size - 1)
     address = (w + weight_row.to(tl.int64)[:, None] * k_size + k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, tl.full((), piece * 2, tl.int32)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    # Not cp.async.bulk.prefetch, of whose addresses a warp takes one at a time.
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
 
 
 @triton.jit
@@ -108,9 +104,8 @@ def _one_row(
     inside = (at < k_size) if not even and steps == 1 else (at < block_k)
     weights = tl.load(line, mask=inside[None, :], other=0, eviction_policy="evict_first")
     if early:
-        pdl.release(early)
         if steps > 1:
-            _read_ahead(w, weight_row, block_k, k_size, block_n, block_k)
+            _read_ahead(w, weight_row, block_k, k_size, block_k)
         pdl.wait(early)
     acc = tl.zeros((block_n, block_k // 8), tl.float32)
     squares = tl.zeros((block_k,), tl.float32)
@@ -123,6 +118,8 @@ def _one_row(
             ahead = tl.load(
                 line + (step + 1) * block_k, mask=follows[None, :], other=0, eviction_policy="evict_first"
             )  # fmt: skip
+        else:
+            pdl.release(early)
         value = tl.load(x + k, mask=inside, other=0).to(tl.float32)
         if normed:
             squares += value * value
@@ -152,10 +149,9 @@ def _few_rows(
     even: tl.constexpr = k_size % (block_k * split) == 0
     first = part * steps * block_k
     if early:
-        pdl.release(early)
-        ahead: tl.constexpr = min(steps, stages) * block_k
+        ahead: tl.constexpr = min(steps, 2) * block_k
         # The loop below begins with x as well, so it cannot begin yet.
-        _read_ahead(w, weight_row, first, k_size, block_n, 1 << (min(ahead, k_size).bit_length() - 1))
+        _read_ahead(w, weight_row, first, k_size, 1 << (min(ahead, k_size).bit_length() - 1))
         pdl.wait(early)
     line = w + weight_row.to(tl.int64)[:, None] * k_size
     column = x + m.to(tl.int64)[None, :] * x_stride
@@ -176,6 +172,7 @@ def _few_rows(
             squares += wide * wide
             values = (wide * scale[:, None]).to(values.dtype)
         acc = tl.dot(weights, values, acc)
+    pdl.release(early)
     square = tl.sum(squares, 0)
     if split > 1:
         size: tl.constexpr = (block_n + 1) * block_m
@@ -216,9 +213,8 @@ def _narrow(
     steps: tl.constexpr = (k_size + span - 1) // span
     even: tl.constexpr = k_size % span == 0
     if early:
-        pdl.release(early)
-        ahead: tl.constexpr = min(steps, stages) * span
-        _read_ahead(w, weight_row, 0, k_size, block_n, 1 << (min(ahead, k_size).bit_length() - 1))
+        ahead: tl.constexpr = min(steps, 2) * span
+        _read_ahead(w, weight_row, 0, k_size, 1 << (min(ahead, k_size).bit_length() - 1))
         pdl.wait(early)
     at = tl.arange(0, within)[:, None] * block_k + tl.arange(0, block_k)[None, :]
     line = w + weight_row.to(tl.int64)[None, :, None] * k_size + at[:, None, :]
@@ -241,6 +237,7 @@ def _narrow(
             squares += wide * wide
             values = (wide * scale[:, :, None]).to(values.dtype)
         acc = tl.dot(weights, values, acc)  # a product for each warp
+    pdl.release(early)
     _finish(
         tl.sum(acc, 0), tl.sum(tl.sum(squares, 1), 0), bias, out, tile, weight_row, m, rows, eps, out_stride,
         features, k_size, block_n, block_m, normed, gated, biased, added,
