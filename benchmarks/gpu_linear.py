@@ -10,8 +10,7 @@ compared with float32, and ``early`` and every replay with ``fused`` bit for bit
 ``cuda_linear_table.TUNED``; the chain then uses them. A minute and a half for 2 to 16 rows of all shapes, and as
 much for one row::
 
-    python benchmarks/gpu_linear.py --sweep --rows 2,4,8,16 --shapes all --products qkv,o,gate_up,down \
-        --chain qwen3.5-4b --out FEW.json
+    python benchmarks/gpu_linear.py --sweep --rows 2,4,8,16 --shapes all --chain qwen3.5-4b --out FEW.json
     python benchmarks/gpu_linear.py --sweep --rows 1 --shapes all --chain qwen3.5-4b --out ONE.json
 
 Needs a CUDA machine; ``--check`` also runs in Triton's interpreter (``TRITON_INTERPRET=1 … --check --device cpu --dtype
