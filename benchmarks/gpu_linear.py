@@ -364,6 +364,11 @@ def sweep(
     return found
 
 
+def _written(cut: Cut) -> str:
+    *sizes, narrow = cut
+    return f"Cut({', '.join(map(str, sizes))}{', narrow=True' if narrow else ''})"
+
+
 def best(product: Product, rows: int, cuts: list[Cut], weights: list[Tensor], bandwidth: float) -> dict[str, Any]:
     x, norm, stream = product.inputs(rows, torch.bfloat16, "cuda")
     want = product.exact(x, weights[0], norm, stream)
@@ -395,7 +400,7 @@ def best(product: Product, rows: int, cuts: list[Cut], weights: list[Tensor], ba
     result: dict[str, Any] = {
         "product": product.name, "key": list(key), "apart_us": plain, "apart_share": nbytes / bandwidth * 1e6 / plain,
         "cuts": [[list(cut), taken] for cut, taken in times.items()],
-        "line": f"    Key{tuple(key)}: {f'Cut{tuple(chosen)}' if chosen is not None else None},",
+        "line": f"    Key{tuple(key)}: {None if chosen is None else _written(chosen)},",
     }  # fmt: skip
     if fastest is not None:
         result |= {"best_us": times[fastest], "best_share": nbytes / bandwidth * 1e6 / times[fastest]}

@@ -150,7 +150,7 @@ def test_two_to_sixteen_rows(chosen: Cut, cut: object) -> None:
     """Of a layer that fills no block; those that are not there leave no trace."""
     cut(chosen)  # type: ignore[operator]
     weight, norm = draw(144, 272, scale=0.1), draw(272)
-    for rows in (2, 7, 16) if INTERPRETED else range(2, 17):
+    for rows in (7, 16) if INTERPRETED else range(2, 17):
         x, stream = draw(rows, 272), draw(rows + 1, 144)
         added = stream.clone()
         assert cuda_linear.add_linear(added[:rows], x, weight, None)
