@@ -56,7 +56,7 @@ def _compile(
     assert wait, "the kernel does not wait for those before it"
     assert "st.global" not in before
     assert "atom." not in before
-    if kernel.__name__ not in ("_one_row", "_few_rows"):
+    if kernel.__name__ not in ("_one_row", "_few_rows", "_narrow"):
         assert "ld.global" not in before
     return ptx
 
@@ -240,18 +240,29 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
     )
     before, _, _ = one.partition("griddepcontrol.wait")
     assert before.count("ld.global") == 4  # a tile of 8 kB: 64 bytes a thread, in pieces of 16
-    assert "cp.async.bulk.prefetch" in before  # the next one
+    assert "prefetch.global.L2" in before  # the next one
     few = _compile(
         cuda_linear._few_rows, pointers + "parts:fp32 counters:i32", "rows:i32 eps:fp32", aligned=True,
         x_stride=1024, out_stride=1024, block_n=64, block_m=16, block_k=128, split=2, stages=4, added=True, **sizes,
     )  # fmt: skip
     before, _, _ = few.partition("griddepcontrol.wait")
-    assert "cp.async.bulk.prefetch" in before
+    assert "prefetch.global.L2" in before
     assert "wgmma.mma_async" in few
     assert few.count("cp.async.cg") >= 3 * 8  # three steps on their way before the first is used
     counted = few.index("atom.global.gpu.acq_rel")
     assert few.rindex("st.global", 0, counted) < few.rindex("bar.sync", 0, counted)  # parts are stored, by all threads
     assert "ld.global.cg" in few[counted:]  # not from a cache that other programs do not write to
+    for rows in (8, 16):
+        narrow = _compile(
+            cuda_linear._narrow, pointers, "rows:i32 eps:fp32", aligned=True, x_stride=1024, out_stride=1024,
+            block_n=16, block_m=rows, block_k=128, within=4, stages=3, added=True, **sizes,
+        )  # fmt: skip
+        before, _, _ = narrow.partition("griddepcontrol.wait")
+        assert "prefetch.global.L2" in before
+        assert narrow.count("cp.async.cg") >= 2 * 16  # two steps on their way, a row's 256 bytes in pieces of 16
+        assert "mma.sync" in narrow
+        assert "ldmatrix" in narrow  # weights do not pass through registers on their way
+        assert "atom." not in narrow
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
