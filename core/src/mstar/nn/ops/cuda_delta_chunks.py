@@ -85,12 +85,18 @@ def _inverse(lower, chunk: tl.constexpr, precision: tl.constexpr):
     of them at once, then twice from blocks to blocks of double the size."""
     at = tl.arange(0, chunk)
     i, j = at[:, None], at[None, :]
-    found = tl.where(i // 16 == j // 16, -lower, 0.0)
+    # The blocks by themselves, which a warp each can hold: no line waits for other warps.
+    blocks: tl.constexpr = chunk // 16
+    number = tl.arange(0, blocks)
+    same = number[:, None, None, None] == number[None, None, :, None]
+    apart = tl.reshape(lower, (blocks, 16, blocks, 16))
+    found = -tl.sum(tl.where(same, apart, 0.0), 2)
+    place = tl.arange(0, 16)[None, :, None]
     for line in range(1, 16):
-        mine = i % 16 == line
-        row = tl.sum(tl.where(mine, found, 0.0), 0)  # of each block its line, side by side
-        row += tl.sum(row[:, None] * found, 0)
-        found = tl.where(mine & (i // 16 == j // 16), row[None, :], found)
+        row = tl.sum(tl.where(place == line, found, 0.0), 1)
+        row += tl.sum(row[:, :, None] * found, 1)
+        found = tl.where(place == line, row[:, None, :], found)
+    found = tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (chunk, chunk))
     found += tl.where(i == j, 1.0, 0.0)
     found = _joined(found, lower, i, j, 16, precision)
     return _joined(found, lower, i, j, 32, precision)
