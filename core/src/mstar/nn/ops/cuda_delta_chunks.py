@@ -194,22 +194,33 @@ def _scan(
     dtype = solved.dtype.element_ty
     matrix = head * key * value + at_k[:, None] * value + at_v[None, :]
     s = tl.load(states + tl.load(state_source + row) * state_stride + matrix).to(tl.float32)
-    # What a chunk needs lies where its number says, so that those to come can be fetched while one is computed.
-    for number in range(tl.cdiv(length, chunk)):
-        token = begin + number * chunk + at
-        inside = (number * chunk + at < length)[:, None]
-        place = (token * v_heads + head)[:, None]
+    # The numbers of all chunks are as far apart, so that a chunk's addresses cost an addition, and what those to come
+    # need can be fetched while one is computed.
+    first = at.to(tl.int64) * v_heads + head
+    w_at = reads + first[:, None] * key + at_k[None, :]
+    q_at = seeing + first[:, None] * key + at_k[None, :]
+    k_at = writes + first[:, None] * key + at_k[None, :]
+    u_at = solved + first[:, None] * value + at_v[None, :]
+    out_at = out + first[:, None] * value + at_v[None, :]
+    weights_at = within + first[:, None] * chunk + at[None, :]
+    chunks = tl.cdiv(length, chunk)
+    remains = tl.load(left, mask=chunks > 0, other=0)
+    for number in range(chunks):
+        later = tl.load(left + (number + 1) * v_heads, mask=number + 1 < chunks, other=0)  # not waited for here
+        further = (begin + number * chunk) * v_heads
+        inside = (at < length - number * chunk)[:, None]
         small = s.to(dtype)
-        w = tl.load(reads + place * key + at_k[None, :], mask=inside, other=0)
-        u = tl.load(solved + place * value + at_v[None, :], mask=inside, other=0).to(tl.float32)
+        w = tl.load(w_at + further * key, mask=inside, other=0)
+        u = tl.load(u_at + further * value, mask=inside, other=0).to(tl.float32)
         new = (u - tl.dot(w, small, input_precision=precision)).to(dtype)
-        q = tl.load(seeing + place * key + at_k[None, :], mask=inside, other=0)
+        q = tl.load(q_at + further * key, mask=inside, other=0)
         o = tl.dot(q, small, input_precision=precision)
-        weights = tl.load(within + place * chunk + at[None, :], mask=inside, other=0)
+        weights = tl.load(weights_at + further * chunk, mask=inside, other=0)
         o += tl.dot(weights, new, input_precision=precision)
-        tl.store(out + place * value + at_v[None, :], o.to(out.dtype.element_ty), mask=inside)
-        k = tl.load(writes + place * key + at_k[None, :], mask=inside, other=0)
-        s = s * tl.load(left + number * v_heads) + tl.dot(tl.trans(k), new, input_precision=precision)
+        tl.store(out_at + further * value, o.to(out.dtype.element_ty), mask=inside)
+        k = tl.load(k_at + further * key, mask=inside, other=0)
+        s = s * remains + tl.dot(tl.trans(k), new, input_precision=precision)
+        remains = later
     if kept:
         tl.store(states + tl.load(state_target + row) * state_stride + matrix, s.to(states.dtype.element_ty))
 
