@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +99,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
     shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
     way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
-    decoding = _compile(attention._decode, mixed + listed, "eps:fp32", **shape, **way)
+    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
     from mstar.nn.ops import cuda_invariant as invariant
@@ -134,19 +133,23 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda_delta as delta
     from mstar.nn.ops import cuda_delta_chunks as chunks
+    from mstar.nn.ops import cuda_delta_step as steps
 
     heads: dict[str, Any] = {"v_heads": 4, "key": 128, "value": 128}
     layer = "mixed:bf16 a:bf16 b:bf16 weight:bf16 a_log:fp32 dt_bias:bf16 windows:bf16 states:fp32 out:bf16 "
     places = "gate:bf16 norm:bf16 offsets:i64 window_source:i64 window_target:i64 state_source:i64 state_target:i64"
     strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
     one = {"width": 4, "k_heads": 2, "gate_stride": 1536, "window_kept": True, "state_kept": True}
-    decode = _compile(
-        delta._decode, layer + places, "eps:fp32", aligned=True, warps=4, normed=True, single=True,
-        **heads, **strides, **one,
-    )  # fmt: skip
-    assert decode.count("st.global.v4") == 32  # a matrix of 64 kB: 128 numbers a thread
-    # All of it is under way before anything that is computed is waited for.
-    assert decode.index("ex2.approx") > [found.start() for found in re.finditer("ld.global.v4", decode)][31]
+    for way, stored, fetched in ((steps.Way(128, 8, ahead=True), 16, 0), (steps.Way(32, 4, 3, ahead=True), 8, 16)):
+        options = {"columns": way.columns, "stages": way.stages, "once": way.once, "ahead": way.ahead}
+        decode = _compile(
+            steps._delta_step, layer + places, "eps:fp32", aligned=True, warps=way.warps, normed=True, single=True,
+            **heads, **strides, **one, **options,
+        )  # fmt: skip
+        assert decode.count("st.global.v4") >= stored  # 16 bytes of the matrix at a time
+        assert decode.count("cp.async.cg") >= fetched
+        # The matrix is on its way before anything that is computed is waited for.
+        assert decode.index("prefetch.global.L2") < decode.index("ex2.approx")
     rows = "x:bf16 weight:bf16 bias:bf16 windows:bf16 out:bf16 source:i64 target:i64 row_of:i64 offsets:i64"
     sizes: dict[str, Any] = {
         "stride": 1536,

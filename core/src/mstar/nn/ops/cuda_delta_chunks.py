@@ -85,12 +85,18 @@ def _inverse(lower, chunk: tl.constexpr, precision: tl.constexpr):
     of them at once, then twice from blocks to blocks of double the size."""
     at = tl.arange(0, chunk)
     i, j = at[:, None], at[None, :]
-    found = tl.where(i // 16 == j // 16, -lower, 0.0)
+    # The blocks by themselves, which a warp each can hold: no line waits for other warps.
+    blocks: tl.constexpr = chunk // 16
+    number = tl.arange(0, blocks)
+    same = number[:, None, None, None] == number[None, None, :, None]
+    apart = tl.reshape(lower, (blocks, 16, blocks, 16))
+    found = -tl.sum(tl.where(same, apart, 0.0), 2)
+    place = tl.arange(0, 16)[None, :, None]
     for line in range(1, 16):
-        mine = i % 16 == line
-        row = tl.sum(tl.where(mine, found, 0.0), 0)  # of each block its line, side by side
-        row += tl.sum(row[:, None] * found, 0)
-        found = tl.where(mine & (i // 16 == j // 16), row[None, :], found)
+        row = tl.sum(tl.where(place == line, found, 0.0), 1)
+        row += tl.sum(row[:, :, None] * found, 1)
+        found = tl.where(place == line, row[:, None, :], found)
+    found = tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (chunk, chunk))
     found += tl.where(i == j, 1.0, 0.0)
     found = _joined(found, lower, i, j, 16, precision)
     return _joined(found, lower, i, j, 32, precision)
@@ -188,22 +194,33 @@ def _scan(
     dtype = solved.dtype.element_ty
     matrix = head * key * value + at_k[:, None] * value + at_v[None, :]
     s = tl.load(states + tl.load(state_source + row) * state_stride + matrix).to(tl.float32)
-    # What a chunk needs lies where its number says, so that those to come can be fetched while one is computed.
-    for number in range(tl.cdiv(length, chunk)):
-        token = begin + number * chunk + at
-        inside = (number * chunk + at < length)[:, None]
-        place = (token * v_heads + head)[:, None]
+    # The numbers of all chunks are as far apart, so that a chunk's addresses cost an addition, and what those to come
+    # need can be fetched while one is computed.
+    first = at.to(tl.int64) * v_heads + head
+    w_at = reads + first[:, None] * key + at_k[None, :]
+    q_at = seeing + first[:, None] * key + at_k[None, :]
+    k_at = writes + first[:, None] * key + at_k[None, :]
+    u_at = solved + first[:, None] * value + at_v[None, :]
+    out_at = out + first[:, None] * value + at_v[None, :]
+    weights_at = within + first[:, None] * chunk + at[None, :]
+    chunks = tl.cdiv(length, chunk)
+    remains = tl.load(left, mask=chunks > 0, other=0)
+    for number in range(chunks):
+        later = tl.load(left + (number + 1) * v_heads, mask=number + 1 < chunks, other=0)  # not waited for here
+        further = (begin + number * chunk) * v_heads
+        inside = (at < length - number * chunk)[:, None]
         small = s.to(dtype)
-        w = tl.load(reads + place * key + at_k[None, :], mask=inside, other=0)
-        u = tl.load(solved + place * value + at_v[None, :], mask=inside, other=0).to(tl.float32)
+        w = tl.load(w_at + further * key, mask=inside, other=0)
+        u = tl.load(u_at + further * value, mask=inside, other=0).to(tl.float32)
         new = (u - tl.dot(w, small, input_precision=precision)).to(dtype)
-        q = tl.load(seeing + place * key + at_k[None, :], mask=inside, other=0)
+        q = tl.load(q_at + further * key, mask=inside, other=0)
         o = tl.dot(q, small, input_precision=precision)
-        weights = tl.load(within + place * chunk + at[None, :], mask=inside, other=0)
+        weights = tl.load(weights_at + further * chunk, mask=inside, other=0)
         o += tl.dot(weights, new, input_precision=precision)
-        tl.store(out + place * value + at_v[None, :], o.to(out.dtype.element_ty), mask=inside)
-        k = tl.load(writes + place * key + at_k[None, :], mask=inside, other=0)
-        s = s * tl.load(left + number * v_heads) + tl.dot(tl.trans(k), new, input_precision=precision)
+        tl.store(out_at + further * value, o.to(out.dtype.element_ty), mask=inside)
+        k = tl.load(k_at + further * key, mask=inside, other=0)
+        s = s * remains + tl.dot(tl.trans(k), new, input_precision=precision)
+        remains = later
     if kept:
         tl.store(states + tl.load(state_target + row) * state_stride + matrix, s.to(states.dtype.element_ty))
 
