@@ -2,8 +2,8 @@
 
 Each product and each attention of one step is recorded with its shapes. They are then run in their order, with the
 step's own weights, as one graph that is repeated as often as a picture has steps: :func:`~image.steady.steady`. What is
-left of a step is norms, modulation, rotation and launches. ``cold``: every shape by itself, on a device that has rested,
-and counted as often as it came.
+left of a step is norms, modulation, rotation and launches. ``cold``: every shape by itself, on a device that has
+rested, and counted as often as it came.
 """
 
 from __future__ import annotations
