@@ -226,6 +226,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
     pointers = "means:fp32 squares:fp32 weight:bf16 bias:bf16 factor:fp32 addend:fp32"
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
+    single = "piece:i32 pieces:i32 eps:fp32"  # an argument that is 1 is a constant to Triton
+    assert _compile(norm._factors, pointers, single, points=1, turns=1, **widths)
     pointers = "x:bf16 factor:fp32 addend:fp32 out:bf16"
     applied = _compile(norm._apply, pointers, "points:i32", aligned=True, activated=True, **sizes)
     assert "ld.global.v4" in applied
