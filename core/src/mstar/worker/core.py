@@ -35,7 +35,7 @@ from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
-from mstar.worker.messages import Exported, Found, FromRank, Landed, Refused
+from mstar.worker.messages import Exported, Found, FromRank, Landed, Met, Refused
 from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
@@ -190,7 +190,7 @@ class Worker:
         sent = (self.ranks is not None and self._send_steps(self.ranks, now)) or moved
         work = self.ahead.next_work(now)
         if not work and not self._flights:
-            if sent:
+            if sent or (self.ranks is not None and self.ranks.hurries):
                 return True
             trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
@@ -225,6 +225,8 @@ class Worker:
             times.append(self._next_check)
         if self.ranks is not None:
             times.append(self.ranks.steps.next_doubt())
+            if self.ranks.busy:
+                times.append(time.monotonic())  # it is looked at again soon
         if self.moves is not None and self.moves.waits_for_device:
             times.append(time.monotonic())  # it is looked at again soon
         return min((t for t in times if t is not None), default=None)
@@ -479,6 +481,7 @@ class Worker:
     def take(self, message: FromRank) -> None:
         """What another rank sent."""
         assert self.ranks is not None
+        message = self.ranks.resolve(message)
         if isinstance(message, Exported):
             if self.moves is not None:
                 self.moves.take(message)
@@ -488,17 +491,23 @@ class Worker:
                 live, call = asked
                 self._guarded(live, lambda: self._let_run(live, call, time.monotonic()))
             return
-        if isinstance(message, Refused):
+        if isinstance(message, Met):
+            self.ranks.met(message)
+        elif isinstance(message, Refused):
             self._fail_as(message.failed)
         elif isinstance(message, Landed) and (landing := self.ranks.steps.take(message)) is not None:
             self._route_landing(landing)  # what is Fetched, a route has given up waiting for
 
     def _send_steps(self, ranks: Ranks, now: float) -> bool:
-        """Give work to every other rank that has room: before this one does its own, which may take a while. Returns
-        whether there was any."""
+        """Take what has come from other ranks, and give work to every one that has room: before this one does its own,
+        which may take a while. Returns whether there was any."""
         for message in ranks.values.stashed():
             self.take(message)
+        ranks.look()
         sent = False
+        for landing in ranks.steps.arrived():
+            self._route_landing(landing)
+            sent = True
         while work := self.ahead.next_elsewhere(now):
             ranks.steps.dispatch(work)
             for w in work:

@@ -25,12 +25,13 @@ from mstar.resources.base import IntegrityError, Owner, Resource
 from mstar.resources.staging import Late, to_device
 from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest, Failed
-from mstar.worker.handles import unpack
+from mstar.worker.handles import Arriving, unpack
 from mstar.worker.messages import Agreed, Contents, Landed, Row, Run, ToRank
 from mstar.worker.rank_links import Away, Link
 from mstar.worker.rank_values import RankValues
 from mstar.worker.routing import DOUBT_S, Routing
 from mstar.worker.seats import Seats
+from mstar.worker.tensor_channel import arrived
 
 __all__ = ["Landing", "RankSteps"]
 
@@ -83,6 +84,7 @@ class RankSteps:
         self._seats = ranks.seats
         self._numbers = itertools.count(1)
         self.flying: dict[int, _Flying] = {}
+        self._arriving: list[tuple[Landed, _Flying]] = []  # steps whose outputs are on their way
         self._mirrored: int | None = None
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when the others must have, too
 
@@ -94,6 +96,10 @@ class RankSteps:
             gone.update(w.call.run.request.id for w in flying.work)
             for other in flying.waiting:
                 self._landed(other, flying)
+        for landed, flying in self._arriving:
+            if landed.rank == rank:
+                gone.update(w.call.run.request.id for w in flying.work)
+        self._arriving = [pair for pair in self._arriving if pair[0].rank != rank]
         return gone
 
     def group(self, call: CallRun) -> tuple[Any, ...]:
@@ -206,9 +212,17 @@ class RankSteps:
         flying.failed[message.rank] = frozenset(i for i, made in enumerate(message.calls) if made.failed is not None)
         landing = None
         if message.rank == flying.seat.ranks[0] and _HERE not in flying.seat.ranks:  # else it lands here
-            landing = self._landing(message, flying)
+            if arrived(message):
+                landing = self._landing(message, flying)
+            else:
+                self._arriving.append((message, flying))
         self._compare(message.step, flying)
         return landing
+
+    def arrived(self) -> list[Landing]:
+        """Steps that are done and whose outputs have come since they landed."""
+        there, self._arriving = _parted(self._arriving)
+        return [self._landing(message, flying) for message, flying in there]
 
     def _compare(self, step: int, flying: _Flying) -> None:
         """Let go of a step that has landed everywhere. All ranks of a mesh must have come to the same."""
@@ -244,10 +258,14 @@ class RankSteps:
             link.flying -= 1
             link.decoding -= flying.decodes
 
+    def _at(self, contents: Contents) -> torch.device:
+        """Where *contents* come to: what lay in a message may be wanted on the host."""
+        return self._device if isinstance(contents.data, Arriving) else _CPU
+
     def _landing(self, message: Landed, flying: _Flying) -> Landing:
-        tensors = [unpack(contents, _CPU) for contents in message.bases]
-        lates = [None if tensor.is_meta else Late(tensor) for tensor in tensors]
-        bases = [tensor if tensor.is_meta else to_device(tensor, self._device) for tensor in tensors]
+        tensors = [unpack(found, self._at(found)) for found in message.bases]
+        lates = [None if tensor.is_meta or tensor.is_cuda else Late(tensor) for tensor in tensors]
+        bases = [tensor if tensor.is_meta or tensor.is_cuda else to_device(tensor, self._device) for tensor in tensors]
         aways = [self._values.away(contents.key, flying.seat.ranks) for contents in message.bases]
         results: list[RowResult | Failed] = []
         for w, made in zip(flying.work, message.calls, strict=True):
@@ -262,3 +280,11 @@ class RankSteps:
                     self._ranks.bind(w.call.run.request.id, flying.seat.ranks)
             results.append(RowResult(outputs if w.complete else None, made.logprobs))
         return Landing(flying.work, results, message.seconds)
+
+
+def _parted(steps: list[tuple[Landed, _Flying]]) -> tuple[list[tuple[Landed, _Flying]], list[tuple[Landed, _Flying]]]:
+    """Those whose outputs are there, and the others."""
+    sides: tuple[list[tuple[Landed, _Flying]], list[tuple[Landed, _Flying]]] = ([], [])
+    for pair in steps:
+        sides[not arrived(pair[0])].append(pair)
+    return sides

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mstar.graph.values import Ref
-from mstar.worker.handles import Handle, pack, unpack
+from mstar.worker.handles import Handle, unpack
 from mstar.worker.messages import Contents, Fetch, Fetched, FromRank, Part
 from mstar.worker.rank_links import Away, Link, RankLost
 
@@ -39,7 +39,7 @@ class RankValues:
         link, held = self._links[rank], away.held.get(rank)
         if held is None or not held[0].goes_to(link.dropped):  # what a rank had that has died since, it has no more
             handle = Handle(-next(self._sent), link.dropped)
-            contents.append(pack(handle.key, value.items()))
+            contents.append(link.channel.pack(handle.key, value.items()))
             away = value.away = away.copy()  # others that lie in the same tensor are not sent with it
             held = away.held[rank] = (handle, value.start)
         handle, begins = held
@@ -68,7 +68,7 @@ class RankValues:
         link.flush()
         until = time.monotonic() + _FETCH_S
         while (left := until - time.monotonic()) > 0:
-            for message in link.peer.receive(left):
+            for message in map(link.resolve, link.peer.receive(left)):
                 if isinstance(message, Fetched) and message.contents.key == key:
                     return unpack(message.contents, self._device)
                 self._stash.append(message)

@@ -21,7 +21,21 @@ from mstar.resources.base import Owner, Resource
 from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest
 from mstar.worker.build import Built, declared_resources
-from mstar.worker.messages import Close, Learn, Match, Missed, Open, Rewind, Seek, Skip, ToRank
+from mstar.worker.messages import (
+    Close,
+    Exported,
+    FromRank,
+    Landed,
+    Learn,
+    Match,
+    Met,
+    Missed,
+    Open,
+    Rewind,
+    Seek,
+    Skip,
+    ToRank,
+)
 from mstar.worker.rank_links import Link, Peer
 from mstar.worker.rank_steps import RankSteps
 from mstar.worker.rank_values import RankValues
@@ -29,6 +43,7 @@ from mstar.worker.routing import Routing
 from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
+from mstar.worker.tensor_channel import TensorChannel
 
 __all__ = ["Ranks", "coordinate"]
 
@@ -40,7 +55,7 @@ class Ranks:
 
     :ivar steps: what they run. :ivar values: what they have.
     :param pools: the pools of this rank, by name. :param shadows: makes the books of pools elsewhere, from their
-        capacities.
+        capacities. :param values: how tensors are to pass (``engine.values``).
     """
 
     def __init__(
@@ -49,8 +64,9 @@ class Ranks:
         pools: Mapping[str, Resource],
         shadows: Callable[[Mapping[str, int]], dict[str, Resource]],
         device: torch.device,
+        values: str | None = None,
     ):
-        self.routing, self._shadows = routing, shadows
+        self.routing, self._shadows, self._device, self._asked = routing, shadows, device, values
         self.layout = routing.layout
         graph = routing.plan.graph
         self._kept = frozenset(graph.sessions)
@@ -69,7 +85,8 @@ class Ranks:
     # --- ranks come and go --------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """*rank* is ready. *facts*: what its follower said of itself."""
-        self._links[rank] = Link(peer)
+        link = self._links[rank] = Link(peer, TensorChannel(0, self._device))
+        link.meet(rank, self._asked, facts)
         capacities = facts["capacities"]
         elsewhere = {name: units for name, units in capacities.items() if _HERE not in self._seat_at(name, rank).ranks}
         for name, shadow in self._shadows(elsewhere).items():
@@ -94,7 +111,9 @@ class Ranks:
 
         :param holdings: request → (resource, owner) each.
         """
-        self._links.pop(rank, None)
+        link = self._links.pop(rank, None)
+        if link is not None:
+            link.channel.close()
         gone = {request for request, ranks in self._bound.items() if rank in ranks}
         for request, owners in (holdings or {}).items():
             if any(rank in seat.ranks for name, owner in owners for seat in self._held(name, owner)):
@@ -278,6 +297,38 @@ class Ranks:
         """*request* cannot go on without what *ranks* have computed for it."""
         self._bound.setdefault(request, set()).update(ranks)
 
+    # --- large tensors ------------------------------------------------------------------------------------------------
+    def channel(self, rank: int) -> TensorChannel | None:
+        """The way for large tensors to *rank*; ``None`` to this one, and to one that is gone."""
+        link = self._links.get(rank)
+        return None if link is None else link.channel
+
+    def resolve(self, message: FromRank) -> FromRank:
+        """*message*, which has just come, with the tensors that are announced in it."""
+        if isinstance(message, Landed | Exported) and (link := self._links.get(message.rank)) is not None:
+            return link.resolve(message)
+        return message
+
+    def met(self, message: Met) -> None:
+        """A rank has opened its end of the channel, or could not."""
+        if (link := self._links.get(message.rank)) is not None:
+            link.met(message.fault)
+
+    def look(self) -> None:
+        """See what has passed."""
+        for link in self._links.values():
+            link.look()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way, of which nobody will tell."""
+        return any(link.channel.busy for link in self._links.values())
+
+    @property
+    def hurries(self) -> bool:
+        """Whether what comes is worth looking for again at once."""
+        return any(link.channel.hurries for link in self._links.values())
+
     # --- sending ------------------------------------------------------------------------------------------------------
     def tell(self, rank: int, message: ToRank) -> None:
         """Send *message* to *rank* with what goes there next."""
@@ -291,7 +342,15 @@ class Ranks:
             link.flush()
 
     def status(self) -> list[dict[str, Any]]:
-        return [{"rank": rank, "flying": link.flying} for rank, link in sorted(self._links.items())]
+        return [
+            {
+                "rank": rank,
+                "flying": link.flying,
+                "values": link.channel.way,
+                "lane_bytes": {"sent": link.channel.sent, "received": link.channel.received},
+            }
+            for rank, link in sorted(self._links.items())
+        ]
 
 
 def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks | None:
@@ -304,4 +363,4 @@ def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks 
     def shadows(capacities: Mapping[str, int]) -> dict[str, Resource]:
         return shadow_pools(declared, capacities, built.plan, deployment, registry, built.device, built.dtype)
 
-    return Ranks(Routing(built.plan, built.layout), built.resources, shadows, built.device)
+    return Ranks(Routing(built.plan, built.layout), built.resources, shadows, built.device, deployment.engine.values)
