@@ -198,7 +198,7 @@ class Follower:
             case Meet():
                 self.channel.begin(message.backend, lambda: self._store, self._local)
             case UseLanes():
-                self.channel.use()
+                self.channel.use() if message.open else self.channel.close()
             case Agreed():
                 self._doubts.pop(message.step, None)
             case Close():

@@ -220,7 +220,9 @@ class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
 
 
 class UseLanes(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
-    """The lanes are open at both ends: tensors may be sent by them."""
+    """The lanes are open at both ends: tensors may be sent by them. Or, not *open*, they will not be."""
+
+    open: bool = True
 
 
 ToRank = (

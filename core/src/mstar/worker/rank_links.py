@@ -108,6 +108,8 @@ class Link:
     def _give_up(self, why: str, expected: bool) -> None:
         self._settled = True
         self.channel.close()
+        if not expected:
+            self.outbox.append(UseLanes(open=False))
         log.log(logging.INFO if expected else logging.WARNING, "rank %d: tensors pass by messages: %s", self._rank, why)
 
     def resolve(self, message: FromRank) -> FromRank:

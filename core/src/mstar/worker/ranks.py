@@ -346,7 +346,8 @@ class Ranks:
             {
                 "rank": rank,
                 "flying": link.flying,
-                "values": link.channel.way,
+                "way": link.channel.way,
+                "opening": link.channel.opening and not link.channel.closed,
                 "lane_bytes": {"sent": link.channel.sent, "received": link.channel.received},
             }
             for rank, link in sorted(self._links.items())

@@ -166,6 +166,9 @@ class TensorChannel:
             return messages
         try:
             return [_with_contents(message, self._launched) for message in messages]
+        except RuntimeError as error:  # the connection has ended: so will the other rank, if it has not yet
+            self.fault = self.fault or str(error).splitlines()[0]
+            return messages
         finally:
             self._ready.clear()
 
