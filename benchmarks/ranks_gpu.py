@@ -8,8 +8,9 @@
 Models have random weights at published shapes (``gpu/shapes.py``). Parts: ``check`` (all ranks say what one says, token
 for token in float32; always first), ``sums`` (one all-reduce of a step's size, by NCCL, in order, and through symmetric
 memory), ``decode`` (tp = ranks beside tp = 1), ``replicas`` (a replica on each GPU beside one), ``transfer`` (a
-context's pages from one GPU to another), ``split`` (prompts and decoding apart, served, beside one rank; of itself in
-about a minute with ``--parts split --shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is
+context's pages from one GPU to another), ``values`` (a value there and back as workers send it, by each way; half a
+minute), ``split`` (prompts and decoding apart, served, by each way that states move, beside one rank; of itself in a
+minute and a half with ``--parts split --shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is
 reported, and the next goes on. NOTES.md says what is expected.
 """
 
@@ -29,7 +30,7 @@ from common import ROOT, environment, table
 
 __all__ = ["main", "run_part"]
 
-PARTS = ("check", "sums", "decode", "replicas", "transfer", "split")
+PARTS = ("check", "sums", "decode", "replicas", "transfer", "values", "split")
 SHAPES = ("llama-3.2-3b", "qwen3-8b")
 LIMIT_S = 240.0
 ALL_S = 480.0

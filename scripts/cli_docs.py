@@ -61,8 +61,8 @@ SHAPES = {
     "check": (
         "An object: `key`, `ok`, `complete` (false: more may show once the faults are mended), `faults` (a list of "
         "`file`, `key`, `message`, `line` or null), `remarks` (what could not be tried), `weights_folder`, `device`, "
-        "`dtype`, `max_concurrent_requests`, `nodes` (`name`, `module`, `parameters`, `bytes`), `pools` "
-        "(`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
+        "`dtype`, `between_ranks` (`way`, `why`; null with one rank), `max_concurrent_requests`, `nodes` (`name`, "
+        "`module`, `parameters`, `bytes`), `pools` (`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
     ),
     "license": (
         "`list` answers a list, `show` and `accept` one object: `key`, `terms`, `url`, `commercial`, `gated`,"

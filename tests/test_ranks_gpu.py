@@ -26,6 +26,12 @@ def test_pages_arrive(program: ModuleType, tmp_path: Path) -> None:
     assert row["bytes"] == 64 * found["tiny"]["kv_bytes_a_token"]
 
 
+def test_values_come_back_by_each_way(program: ModuleType, tmp_path: Path) -> None:
+    found = program.run_part("values", (), "cpu", 2, tmp_path, limit=120)
+    assert [row["bytes"] for row in found["rows"]] == [4 << 10, 256 << 10, 16 << 20]
+    assert all(row["shm_us"] > 0 and row["gloo_us"] > 0 for row in found["rows"])
+
+
 def test_a_part_that_cannot_be_is_told(program: ModuleType, tmp_path: Path) -> None:
     found = program.run_part("transfer", ("tinny",), "cpu", 2, tmp_path, limit=120)
     assert "tinny" in found["failed"]

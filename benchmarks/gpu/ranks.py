@@ -26,6 +26,7 @@ from gpu.child import failure
 from gpu.deploy import deployment
 from gpu.engine import GREEDY, Engine
 from gpu.shapes import CHECKED, SHAPES, Sizes, sizes_of
+from gpu.values import SIZES, measure
 from mstar.nn.mesh import SINGLE, Group, Mesh
 from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
 from mstar.spec.deployment import EngineOptions
@@ -243,6 +244,16 @@ class Ranks:
         self._settle()
         return time.perf_counter() - began
 
+    def values(self) -> dict[str, Any]:
+        """A value there and back, by each way between ranks 0 and 1."""
+        rows: list[dict[str, Any]] = []
+        if self.job.rank < 2:
+            place = Path(self.job.meeting).parent
+            sizes = SIZES if self.device.type == "cuda" else SIZES[::3]
+            rows = measure(self.job.rank, self.device, place, sizes)
+        self.meet()
+        return {"rows": rows}
+
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -255,6 +266,7 @@ PARTS: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
     "decode": Ranks.decode,
     "replicas": Ranks.replicas,
     "transfer": Ranks.transfer,
+    "values": Ranks.values,
 }
 """In the order in which they run; the first must hold before anything is measured."""
 

@@ -117,7 +117,7 @@ async def _said(shape: str, folder: Path, device: str, **changed: Any) -> list[l
         return [answer.tokens for answer in answers]
 
 
-async def _loaded(shape: str, folder: Path, device: str, **changed: Any) -> dict[str, float]:
+async def _loaded(shape: str, folder: Path, device: str, **changed: Any) -> dict[str, Any]:
     """Decoding requests beside long prompts."""
     small = shape == "tiny"
     decoding, prompts, length = (2, 3, 24) if small else (16, 12, 2048)
@@ -141,7 +141,8 @@ async def _loaded(shape: str, folder: Path, device: str, **changed: Any) -> dict
             if before >= began
         ]
         tokens = sum(sum(t >= began for t in answer.times) for answer in steady) + sum(len(a.tokens) for a in readers)
-        moves = (await served.executor.status())["moves"]
+        status = await served.executor.status()
+        moves, ways = status["moves"], {rank["way"] for rank in status["ranks"]}
         served.cancel()
     done = moves.get("done", 0)
     return {
@@ -149,10 +150,18 @@ async def _loaded(shape: str, folder: Path, device: str, **changed: Any) -> dict
         "first_token_s": statistics.median(answer.times[0] - answer.asked for answer in readers),
         "gap_median_s": statistics.median(gaps),
         "gap_p99_s": sorted(gaps)[int(len(gaps) * 0.99)],
+        "way": ", ".join(sorted(ways)),
         "moves": done,
         "ms_a_move": moves["seconds"] / done * 1e3 if done else 0.0,
         "mib_a_move": moves["bytes"] / done / 2**20 if done else 0.0,
     }
+
+
+def _layouts(device: str) -> dict[str, dict[str, Any]]:
+    """One rank, and two by each way that states may move."""
+    lanes = "nccl" if device == "cuda" else "gloo"
+    apart = {f"apart, {way}": {"placement": APART, "engine": {"values": way}} for way in (lanes, "shm")}
+    return {"one rank": {}, **apart}
 
 
 async def measure(shapes: Sequence[str], folder: Path, device: str) -> dict[str, Any]:
@@ -160,13 +169,13 @@ async def measure(shapes: Sequence[str], folder: Path, device: str) -> dict[str,
     checked = "tiny" if device == "cpu" else CHECKED[0]
     for shape in dict.fromkeys((checked, *shapes)):
         publish(SHAPES[shape], folder / shape, "cpu" if device == "cpu" else "cuda:0")
-    alone, apart = await _said(checked, folder, device), await _said(checked, folder, device, placement=APART)
-    if alone != apart:
-        raise RuntimeError(f"apart the ranks say something else than one alone: {apart} and {alone}")
+    said = {name: await _said(checked, folder, device, **changed) for name, changed in _layouts(device).items()}
+    if any(one != said["one rank"] for one in said.values()):
+        raise RuntimeError(f"apart the ranks say something else than one alone: {said}")
     found = {}
     for shape in shapes:
         rows = []
-        for name, changed in (("one rank", {}), ("apart", {"placement": APART})):
+        for name, changed in _layouts(device).items():
             rows.append({"layout": name, **await _loaded(shape, folder, device, **changed)})
         found[shape] = {"rows": rows}
     return found

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checks import Run, deployment, facts
 
 from mstar.runtime import checking
+
+MINI = {"MSTAR_EXTRA_PLUGINS": "mstar.testing.miniatures"}
 
 
 def test_a_rank_of_a_mesh_has_its_share(llama: Run, tmp_path: Path) -> None:
@@ -58,3 +61,16 @@ def test_a_rank_has_the_weights_of_its_nodes_and_its_part_of_the_host(
     assert keys("{lm: 0, codec: 1}", small) == [], "rank 0 has 1.5 MB, and no codec"
     assert keys("{}", large) == []
     assert keys("{lm: 0, codec: 1}", large) == ["resources.kv"], "each has half of the host's memory"
+
+
+def test_how_tensors_pass_between_ranks(mstar: Run, tmp_path: Path) -> None:
+    def found(text: str) -> dict[str, Any]:
+        return facts(mstar, "mini_chat", "--config", deployment(tmp_path, f"device: cpu\n{text}"), **MINI)
+
+    assert found("placement: {lm: [0]}\n")["between_ranks"] is None
+    several = "placement: {lm: {prefill: 1, decode: 0}}\n"
+    assert found(several)["between_ranks"] == {"way": "shm", "why": "the ranks are on cpu"}
+    assert found(several + "engine: {values: gloo}\n")["between_ranks"]["way"] == "gloo"
+    (fault,) = found(several + "engine: {values: nccl}\n")["faults"]
+    assert fault["key"] == "engine.values"
+    assert fault["message"] == "nccl is for ranks on cuda, and these are on cpu; leave it out"

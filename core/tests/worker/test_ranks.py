@@ -94,7 +94,7 @@ def test_a_rank_dies_and_comes_back(registry: Registry) -> None:
     turns = iter(range(6))
     driver.run(until=lambda: next(turns, None) is None)
     assert driver.worker.ranks is not None
-    flying = {w.call.run.request.id for step in driver.worker.ranks._flying.values() for w in step.work}
+    flying = {w.call.run.request.id for step in driver.worker.ranks.steps.flying.values() for w in step.work}
     driver.kill(1)
     driver.take()
     failed = {name for name, end in driver.ended.items() if isinstance(end, Failed)}
@@ -244,13 +244,13 @@ def test_what_a_dead_rank_had_is_sent_to_the_next_one(registry: Registry) -> Non
     ranks = RankDriver(miniature("mini_tts"), registry, placement={"lm": 0, "codec": 1}).worker.ranks
     assert ranks is not None
     value, sent = Ref.whole(torch.arange(3)), list[Contents]()
-    first = ranks._given(value, 1, ranks._links[1], sent)
-    assert ranks._given(value, 1, ranks._links[1], sent) == first  # by its name alone
+    first = ranks.values.given(value, 1, sent)
+    assert ranks.values.given(value, 1, sent) == first  # by its name alone
     assert len(sent) == 1
     peer, facts = ranks._links[1].peer, {"capacities": {}}
     ranks.lost(1)
     ranks.link(1, peer, facts)
-    again = ranks._given(value, 1, ranks._links[1], sent)
+    again = ranks.values.given(value, 1, sent)
     assert [contents.key for contents in sent] == [first.key, again.key]
     assert again.key != first.key
 
@@ -258,11 +258,11 @@ def test_what_a_dead_rank_had_is_sent_to_the_next_one(registry: Registry) -> Non
 def test_what_lies_in_one_tensor_is_sent_value_by_value(registry: Registry) -> None:
     ranks = RankDriver(miniature("mini_tts"), registry, placement={"lm": 0, "codec": 1}).worker.ranks
     assert ranks is not None
-    base, away, sent = torch.arange(3), ranks._away(1, []), list[Contents]()
+    base, away, sent = torch.arange(3), ranks.values.away(1, []), list[Contents]()
     values = [Ref(base, place, place + 1, True) for place in range(3)]
     for value in values:
         value.away = away
-    parts = [ranks._given(value, 1, ranks._links[1], sent) for value in values]
+    parts = [ranks.values.given(value, 1, sent) for value in values]
     for part, contents, value in zip(parts, sent, values, strict=True):
         assert part.key == contents.key
         assert unpack(contents, torch.device("cpu"))[part.start : part.stop].tolist() == value.items().tolist()

@@ -63,10 +63,22 @@ def _facts(checked: Checked) -> dict[str, Any]:
         "weights_folder": None if checked.weights is None else str(checked.weights),
         "device": None if checked.device is None else str(checked.device),
         "dtype": None if checked.dtype is None else str(checked.dtype).removeprefix("torch."),
+        "between_ranks": _between_ranks(checked),
         "max_concurrent_requests": None if deployment is None else deployment.max_concurrent_requests,
         "nodes": [asdict(node) for node in checked.nodes],
         "pools": [asdict(pool) for pool in checked.pools],
     }
+
+
+def _between_ranks(checked: Checked) -> dict[str, str] | None:
+    """How large tensors pass between ranks, and why so; ``None`` with one rank."""
+    deployment, device = checked.deployment, checked.device
+    if deployment is None or device is None or ranks_of(deployment.placement) == 1:
+        return None
+    from mstar.worker.tensor_channel import way_between  # imports torch
+
+    way, why = way_between(deployment.engine.values, device.type, device.type)
+    return {"way": way, "why": why}
 
 
 def _print(checked: Checked) -> None:
@@ -97,6 +109,9 @@ def _print_limits(checked: Checked) -> None:
     if checked.deployment is None:
         return
     most = checked.deployment.max_concurrent_requests
+    between = _between_ranks(checked)
+    if between is not None:
+        print(f"\nbetween ranks large tensors pass by {between['way']}: {between['why']}")
     print(f"\nup to {counted(most, 'request')} at once")
     for pool in checked.pools:
         if pool.full_requests is not None and pool.full_requests < most:

@@ -110,7 +110,7 @@ def work(
         worker = channel.worker = made
         if job.link is not None:
             made.answer, end = channel.await_rank_0(job.link)
-            channel.send([RankFacts(at=end, facts=made.facts())])
+            channel.send([RankFacts(at=end, facts=made.facts(job.link))])
         settle_collector()
         channel.report_phase(Phase(name="ready"))
         run_worker(worker, channel, pulse)

@@ -383,6 +383,8 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
         faults += build.layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
+        if checked.device is not None:
+            faults += build.values_faults(deployment, checked.device)
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         seats = {name: place.seats[0] for name, place in deployment.placement.items()}
         meshes = {name: Mesh.sketch(seat.tp, seat.sp) for name, seat in seats.items()}

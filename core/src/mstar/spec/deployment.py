@@ -88,6 +88,12 @@ class EngineOptions(_Section):
         False,
         description="Compiled layers round what lies between fused operations, as plain calls do; slower.",
     )
+    values: Literal["nccl", "gloo", "shm"] | None = Field(
+        None,
+        description="How large tensors pass between rank 0 and the others: from GPU to GPU by `nccl`, between CPUs by "
+        "`gloo`, or through the host's `shm` (shared memory); default: `nccl` where both have a GPU, else `shm`. What "
+        "cannot be opened is `shm`; the log says so.",
+    )
     symmetric_bytes: int = Field(
         1_048_576,
         ge=0,

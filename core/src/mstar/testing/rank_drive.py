@@ -7,6 +7,9 @@ seed: so that an order that happens once a week happens in a test.
 from __future__ import annotations
 
 import random
+import tempfile
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +29,15 @@ from mstar.worker.messages import FromRank, ToRank
 
 __all__ = ["RankDriver"]
 
+_PATIENCE_S = 60.0
+
 
 class _Wire:
     """Both ends of the way between rank 0 and a follower, in this process."""
 
     def __init__(self, follower: Follower):
         self.follower = follower
+        self.fault: str | None = None
         self._to: Codec[ToRank] = Codec(ToRank)
         self._back: Codec[FromRank] = Codec(FromRank)
         self.answers: deque[bytes] = deque()
@@ -66,7 +72,7 @@ class RankDriver(Driver):
         self, model: Any, registry: Registry | None = None, weights: Path | None = None, seed: int = 0, **overrides: Any
     ):
         super().__init__(model, registry, weights, **overrides)
-        self._random = random.Random(seed)
+        self._random, self._pause = random.Random(seed), threading.Event()
         deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec), overrides)
         folder = None if weights is None else str(weights)
         self._config = WorkerConfig(key=self.spec.key, weights=folder, deployment=deployment)
@@ -79,11 +85,29 @@ class RankDriver(Driver):
     def start(self, rank: int) -> None:
         """Start *rank*, for the first time or again."""
         wire = self.wires[rank] = _Wire(Follower(_for_rank(self._config, rank), self.registry))
-        self.worker.link(rank, wire, wire.follower.facts())
+        with tempfile.TemporaryDirectory(prefix="mstar-meeting-") as place:
+            self.worker.link(rank, wire, wire.follower.facts(place))
+            self._open_channel(rank)
+
+    def _open_channel(self, rank: int) -> None:
+        """Let the two ends of the way for tensors find each other, which they do in threads."""
+        assert self.worker.ranks is not None
+        channel, wire = self.worker.ranks.channel(rank), self.wires[rank]
+        assert channel is not None
+        until = time.monotonic() + _PATIENCE_S
+        while channel.backend is not None and channel.way == "shm" and not channel.closed:
+            self.worker.ranks.look()
+            self.worker.ranks.flush()
+            wire.follower.step()
+            for message in wire.receive(0.0):
+                self.worker.take(message)
+            if time.monotonic() > until:
+                raise RestlessError(f"rank 0 and rank {rank} did not meet within {_PATIENCE_S:.0f} s")
+        self.worker.ranks.flush()
 
     def kill(self, rank: int, reason: str = "killed") -> None:
         """*rank* dies, with all that is on its way."""
-        del self.wires[rank]
+        self.wires.pop(rank).follower.close()
         self.worker.unlink(rank, reason)
 
     def run(self, until: Callable[[], bool] = lambda: False, most: int = 100_000) -> None:
@@ -99,8 +123,17 @@ class RankDriver(Driver):
             if until():
                 return
             if len(idle) == 1 + len(self.wires) and not self.worker.scheduler.waiting:
+                if self._busy():
+                    idle.clear()
+                    self._pause.wait(0.0002)  # a thread carries it
+                    continue
                 return
         raise RestlessError(f"the ranks did not come to rest in {most} turns")
+
+    def _busy(self) -> bool:
+        """Whether a tensor is on its way."""
+        assert self.worker.ranks is not None
+        return self.worker.ranks.busy or any(wire.follower.channel.busy for wire in self.wires.values())
 
     def _sent(self) -> int:
         """Messages that rank 0 has sent so far."""
@@ -121,11 +154,11 @@ class RankDriver(Driver):
         super().assert_empty()
         self.worker.events()
         for wire in self.wires.values():
-            while wire.follower.step():
+            while wire.follower.step() or wire.follower.channel.busy:
                 pass
             status = wire.follower.status()
             assert not any(pool["used"] for pool in status["resources"].values()), status
-            assert (status["requests"], status["values"]) == (0, 0), status
+            assert (status["requests"], status["values"], status["on_the_way"]) == (0, 0, 0), status
             for resource in wire.follower.resources.values():
                 resource.check([])
 

@@ -39,6 +39,7 @@ from mstar.worker.deterministic import option_faults
 from mstar.worker.groups import join_meshes
 from mstar.worker.layout import Meshes, agreed_memory, divided_resources, mesh_faults
 from mstar.worker.memory import MemoryPlan, free_memory
+from mstar.worker.tensor_channel import way_between
 
 __all__ = [
     "Built",
@@ -57,6 +58,7 @@ __all__ = [
     "reserved_bytes",
     "runner_name",
     "step_bytes",
+    "values_faults",
     "vocabulary_of",
 ]
 
@@ -67,6 +69,8 @@ _GRAPHS_RESERVE = 3 << 29
 attention and matrix products, activations of the largest step."""
 _PLAIN_RESERVE = 1 << 28
 """0.25 GiB: the same without graphs."""
+_LANES_RESERVE = 1 << 29
+"""0.5 GiB for NCCL's communicators with other ranks, which are opened when these are there, and what is on its way."""
 
 
 @dataclass
@@ -132,6 +136,7 @@ def _build(
     declared = {name: found for name, found in declared.items() if not users.get(name) or set(users[name]) & set(mine)}
     deterministic = deployment.engine.deterministic
     faults = [*option_faults(device, dtype, declared, plan, registry)] if deterministic else []
+    faults += values_faults(deployment, device)
     if deployment.engine.compile is True:
         faults += compile_faults(device, deterministic)
     if faults:
@@ -182,6 +187,15 @@ def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[
         )
     elif (fault := compiler_fault(device)) is not None:
         yield "engine.compile", fault
+
+
+def values_faults(deployment: Deployment, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Why tensors cannot pass between the ranks of *deployment*, which are on devices like *device*, as it says."""
+    asked = deployment.engine.values
+    if asked is not None and ranks_of(deployment.placement) > 1:
+        found, why = way_between(asked, device.type, device.type)
+        if found != asked:
+            yield "engine.values", f"{why}; leave it out"
 
 
 def make_model(
@@ -252,7 +266,9 @@ def reserved_bytes(deployment: Deployment, device: torch.device) -> int:
     """Bytes of *device* that no pool may take, for what is allocated after them. The CPU's share leaves enough."""
     if device.type != "cuda":
         return 0
-    return _GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE
+    several = ranks_of(deployment.placement) > 1
+    lanes = _LANES_RESERVE if several and way_between(deployment.engine.values, "cuda", "cuda")[0] == "nccl" else 0
+    return lanes + (_GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE)
 
 
 def step_bytes(spec: NodeSpec, node: Node, deployment: Deployment, device: torch.device, dtype: torch.dtype) -> int:

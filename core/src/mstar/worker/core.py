@@ -35,13 +35,14 @@ from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live, failure
 from mstar.worker.lookahead import LookAhead, looks_ahead
-from mstar.worker.messages import Exported, Found, FromRank
+from mstar.worker.messages import Exported, Found, FromRank, Landed, Met, Refused
 from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.portions import Portions, share
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.rank_links import Peer, RankLost
-from mstar.worker.ranks import Landing, Ranks, coordinate
+from mstar.worker.rank_steps import Landing
+from mstar.worker.ranks import Ranks, coordinate
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
@@ -181,7 +182,7 @@ class Worker:
         now = time.monotonic()
         self._expire(now)
         if self.ranks is not None:
-            self.ranks.check_doubts(now)
+            self.ranks.steps.check_doubts(now)
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
@@ -189,7 +190,7 @@ class Worker:
         sent = (self.ranks is not None and self._send_steps(self.ranks, now)) or moved
         work = self.ahead.next_work(now)
         if not work and not self._flights:
-            if sent:
+            if sent or (self.ranks is not None and self.ranks.hurries):
                 return True
             trace.rest(self._running, self.scheduler.waiting)
             self._idle(now)
@@ -197,7 +198,7 @@ class Worker:
         trace.stage("schedule")
         self._checked = False
         if work and self.ranks is not None:
-            self.ranks.dispatch(work)  # a mesh runs it with this rank
+            self.ranks.steps.dispatch(work)  # a mesh runs it with this rank
         launched = self._launch(work) if work else []
         landing = self._flights if self._lookahead else launched
         self._flights = launched if self._lookahead else []
@@ -223,7 +224,9 @@ class Worker:
         if not self._checked:
             times.append(self._next_check)
         if self.ranks is not None:
-            times.append(self.ranks.next_doubt())
+            times.append(self.ranks.steps.next_doubt())
+            if self.ranks.busy:
+                times.append(time.monotonic())  # it is looked at again soon
         if self.moves is not None and self.moves.waits_for_device:
             times.append(time.monotonic())  # it is looked at again soon
         return min((t for t in times if t is not None), default=None)
@@ -361,7 +364,7 @@ class Worker:
             tokens = self.sharing.cut(live, call)
         item = Item(
             request.id,
-            call.group if self.ranks is None else self.ranks.group(call),
+            call.group if self.ranks is None else self.ranks.steps.group(call),
             max(-(-tokens // call.op.entry.step_items), 1),
             call.op.entry.chunk is not None,
             call.decode,
@@ -396,7 +399,7 @@ class Worker:
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
         if self.ranks is not None:
-            self.ranks.launched(flights)
+            self.ranks.steps.launched(flights)
         now = time.monotonic()
         for flight in flights:
             for index, w in enumerate(flight.work):
@@ -428,7 +431,7 @@ class Worker:
     def _land(self, flight: Flight) -> list[RowResult | Exception]:
         results = self.engine.land(flight)
         if self.ranks is not None and flight.step:
-            self.ranks.landed_here(flight, results)
+            self.ranks.steps.landed_here(flight, results)
         self.trace.landed(flight)
         return results
 
@@ -478,6 +481,7 @@ class Worker:
     def take(self, message: FromRank) -> None:
         """What another rank sent."""
         assert self.ranks is not None
+        message = self.ranks.resolve(message)
         if isinstance(message, Exported):
             if self.moves is not None:
                 self.moves.take(message)
@@ -487,20 +491,25 @@ class Worker:
                 live, call = asked
                 self._guarded(live, lambda: self._let_run(live, call, time.monotonic()))
             return
-        landing = self.ranks.take(message)
-        if isinstance(landing, Failed):
-            self._fail_as(landing)
-        elif landing is not None:
-            self._route_landing(landing)
+        if isinstance(message, Met):
+            self.ranks.met(message)
+        elif isinstance(message, Refused):
+            self._fail_as(message.failed)
+        elif isinstance(message, Landed) and (landing := self.ranks.steps.take(message)) is not None:
+            self._route_landing(landing)  # what is Fetched, a route has given up waiting for
 
     def _send_steps(self, ranks: Ranks, now: float) -> bool:
-        """Give work to every other rank that has room: before this one does its own, which may take a while. Returns
-        whether there was any."""
-        for message in ranks.stashed():
+        """Take what has come from other ranks, and give work to every one that has room: before this one does its own,
+        which may take a while. Returns whether there was any."""
+        for message in ranks.values.stashed():
             self.take(message)
+        ranks.look()
         sent = False
+        for landing in ranks.steps.arrived():
+            self._route_landing(landing)
+            sent = True
         while work := self.ahead.next_elsewhere(now):
-            ranks.dispatch(work)
+            ranks.steps.dispatch(work)
             for w in work:
                 self._under_way(w, len(work), now, now)
             sent = True

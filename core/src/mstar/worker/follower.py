@@ -31,6 +31,7 @@ from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
 from mstar.worker.handles import held, pack, ref_of
+from mstar.worker.lanes import lane_store
 from mstar.worker.live import failure
 from mstar.worker.messages import (
     Agreed,
@@ -48,6 +49,8 @@ from mstar.worker.messages import (
     Learn,
     Made,
     Match,
+    Meet,
+    Met,
     Missed,
     Open,
     Part,
@@ -58,11 +61,13 @@ from mstar.worker.messages import (
     Seek,
     Skip,
     ToRank,
+    UseLanes,
 )
 from mstar.worker.moves import Leaving, adopt
 from mstar.worker.profile import device_memory
 from mstar.worker.prompt_heads import skip_known
 from mstar.worker.routing import DOUBT_S, Routing
+from mstar.worker.tensor_channel import TensorChannel, arrived, way_between
 
 __all__ = ["Follower"]
 
@@ -121,6 +126,9 @@ class Follower:
         self._kept = frozenset(built.plan.graph.sessions)
         self.engine = equip(built, config, registry, self._owner)
         warm_up(self.engine, built, config, on_phase)
+        self.channel = TensorChannel(1, built.device)
+        self._store: Any = None  # where rank 0 is met for it
+        self._local = True
         self.answer: Callable[[list[FromRank]], None] = lambda answers: None
         self._inbox: deque[ToRank] = deque()
         self._requests: dict[str, _Request] = {}
@@ -129,29 +137,51 @@ class Follower:
         self._leaving: deque[tuple[int, Leaving]] = deque()  # state that goes to other ranks, by the numbers of moves
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
 
-    def facts(self) -> dict[str, Any]:
-        """What rank 0 must know of this one."""
-        return {"capacities": {name: resource.capacity() for name, resource in self.resources.items()}}
+    def facts(self, place: str | None = None) -> dict[str, Any]:
+        """What rank 0 must know of this one. *place*: a folder that both see, or ``tcp://HOST`` of this one, where they
+        may meet to exchange tensors."""
+        kind = self._device.type
+        if place is not None and way_between(self.config.deployment.engine.values, kind, kind)[0] != "shm":
+            self._store, place = lane_store(place, first=True)
+            self._local = not place.startswith("tcp://")
+        return {
+            "capacities": {name: resource.capacity() for name, resource in self.resources.items()},
+            "device": kind,
+            "place": place,
+        }
 
     # --- driven -------------------------------------------------------------------------------------------------------
     def take(self, message: ToRank) -> None:
-        self._inbox.append(message)
+        self._inbox.append(self.channel.resolve(message))
 
     def step(self) -> bool:
         """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
         if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
-        if self._leaving and self._leaving[0][1].there():
+        self._look()
+        if self._leaving and self._leaving[0][1].there() and self.channel.has_room:
             move, leaving = self._leaving.popleft()
-            self.answer([Exported(rank=self.rank, move=move, held=leaving.held())])
+            self._send([Exported(rank=self.rank, move=move, held=leaving.held())])
             return True
-        if self._inbox and len(self._flights) < _AHEAD:
+        runs = bool(self._inbox) and arrived(self._inbox[0], on_host=False)
+        if runs and len(self._flights) < _AHEAD:
             self._do(self._inbox.popleft())
             return True
-        if self._flights and (self._inbox or self._due()):
+        if self._flights and self.channel.has_room and (runs or self._due()):
             self._land()
             return True
         return False
+
+    def _look(self) -> None:
+        """See what has passed by the channel."""
+        if self.channel.opening and (fault := self.channel.opened()) is not None:
+            self._send([Met(rank=self.rank, fault=fault)])
+        self.channel.step()
+        if self.channel.fault is not None:
+            raise IntegrityError(f"rank {self.rank} cannot exchange tensors with rank 0: {self.channel.fault}")
+
+    def _send(self, answers: list[FromRank]) -> None:
+        self.answer(self.channel.launch(answers))
 
     def _due(self) -> bool:
         """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
@@ -165,6 +195,10 @@ class Follower:
                 self._run(message)
             case Open():
                 self._open(message)
+            case Meet():
+                self.channel.begin(message.backend, lambda: self._store, self._local)
+            case UseLanes():
+                self.channel.use() if message.open else self.channel.close()
             case Agreed():
                 self._doubts.pop(message.step, None)
             case Close():
@@ -181,7 +215,7 @@ class Follower:
             case Fetch():
                 while self._flights:
                     self._land()
-                self.answer([Fetched(rank=self.rank, contents=pack(message.key, self._bases[message.key].tensor))])
+                self._send([Fetched(rank=self.rank, contents=pack(message.key, self._bases[message.key].tensor))])
             case Rewind():
                 row = ResourceRow(Owner(*message.owner), message.tokens, message.complete)
                 self.resources[message.resource].retract(row)
@@ -219,7 +253,7 @@ class Follower:
     def _export(self, message: Export) -> None:
         try:
             owners = [(name, Owner(key, context)) for name, key, context in message.owners]
-            self._leaving.append((message.move, Leaving(self.resources, owners)))
+            self._leaving.append((message.move, Leaving(self.resources, owners, self.channel)))
         except Exception as error:
             self._refuse(message.request, error, "handed over")
 
@@ -241,12 +275,12 @@ class Follower:
         if seat is not None and seat.ranks[0] == self.rank:
             left = len(message.ids) - found.tokens
             cuts = sorted({found.tokens + cut for pool, owner, _ in shares for cut in pool.cuts(owner, left)})
-            self.answer([Found(number=message.number, asked=found.asked, tokens=found.tokens, cuts=cuts)])
+            self._send([Found(number=message.number, asked=found.asked, tokens=found.tokens, cuts=cuts)])
 
     def _refuse(self, request: str, error: Exception, done: str) -> None:
         raise_if_lost(error)
         log.exception("the state of request %r could not be %s", request, done)
-        self.answer([Refused(rank=self.rank, failed=failure(request, error))])
+        self._send([Refused(rank=self.rank, failed=failure(request, error))])
 
     def _close(self, message: Close) -> None:
         self._requests.pop(message.request, None)
@@ -303,11 +337,12 @@ class Follower:
     def _fetch(self, message: Run, flights: list[Flight]) -> None:
         """Have what rank 0 wants of the step come to the host behind it, and not behind the step after it."""
         leaving = self.routing.leaving_of(row.op for row in message.rows)
+        wanted = self.routing.wanted_of(row.op for row in message.rows)
         on_the_way: dict[int, Late] = {}
         results = [r for flight in flights if flight.outcome is not None for r in flight.outcome.results]
         with torch.inference_mode():
             for port, ref in chain.from_iterable((result.outputs or {}).items() for result in results):
-                if port in leaving and ref.late is None:
+                if port in leaving and ref.late is None and (port in wanted or not self.channel.takes(ref.base)):
                     if id(ref.base) not in on_the_way:
                         on_the_way[id(ref.base)] = Late(ref.base)
                     ref.late = on_the_way[id(ref.base)]
@@ -322,12 +357,13 @@ class Follower:
         calls: list[Made] = []
         if message.answers:
             leaving = self.routing.leaving_of(row.op for row in message.rows)
+            wanted = self.routing.wanted_of(row.op for row in message.rows)
             numbers: dict[int, int] = {}
             for index, (row, result) in enumerate(zip(message.rows, results, strict=True)):
                 if isinstance(result, Exception):
                     calls.append(Made(failed=failure(row.request, result)))
                 else:
-                    outputs = self._outputs(message, index, result, numbers, bases, leaving)
+                    outputs = self._outputs(message, index, result, numbers, bases, leaving, wanted)
                     calls.append(Made(outputs, result.logprobs))
         elif failed:
             calls = [
@@ -335,7 +371,7 @@ class Follower:
                 for row, result in zip(message.rows, results, strict=True)
             ]
         seconds = time.perf_counter() - began
-        self.answer([Landed(rank=self.rank, step=message.step, seconds=seconds, bases=bases, calls=calls)])
+        self._send([Landed(rank=self.rank, step=message.step, seconds=seconds, bases=bases, calls=calls)])
 
     def _outputs(
         self,
@@ -345,6 +381,7 @@ class Follower:
         numbers: dict[int, int],
         bases: list[Contents],
         leaving: frozenset[str],
+        wanted: frozenset[str],
     ) -> dict[str, tuple[int, int, int, bool]]:
         """Where the outputs of the step's *index*-th call lie in *bases*, which grow by those that are new."""
         outputs = {}
@@ -353,9 +390,17 @@ class Follower:
             if number is None:
                 number = numbers[id(ref.base)] = len(bases)
                 key = self.routing.key(message.step, index, message.rows[index].op, port)
-                bases.append(_contents(key, ref, port in leaving))
+                bases.append(self._contents(key, ref, port in leaving, port in wanted))
             outputs[port] = (number, ref.start, ref.stop, ref.row)
         return outputs
+
+    def _contents(self, key: int, ref: Ref, leaving: bool, wanted: bool) -> Contents:
+        """*wanted*: on the host of rank 0."""
+        if not leaving:
+            return pack(key, ref.base, contents=False)
+        if not wanted and self.channel.takes(ref.base):
+            return self.channel.pack(key, ref.base)
+        return pack(key, ref.base if ref.late is None else ref.late.tensor())
 
     # --- what a worker has besides ------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
@@ -367,7 +412,7 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
-        if self._flights or self._leaving:
+        if self._flights or self._leaving or self.channel.busy:
             return time.monotonic()  # it is looked at again soon, or at once when the next step comes
         return min(self._doubts.values(), default=None)
 
@@ -382,18 +427,15 @@ class Follower:
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "requests": len(self._requests),
             "values": len(self._bases),
+            "on_the_way": self.channel.on_the_way,
             "memory": dict(device_memory(self._device)),
         }
 
     def close(self) -> None:
+        self.channel.close()
+        self._store = None
         self._inbox.clear()
         self._flights.clear()
         self._leaving.clear()
         self._bases.clear()
         self._requests.clear()
-
-
-def _contents(key: int, ref: Ref, leaving: bool) -> Contents:
-    if leaving and ref.late is not None:
-        return pack(key, ref.late.tensor())
-    return pack(key, ref.base, leaving)

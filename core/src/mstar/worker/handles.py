@@ -16,9 +16,10 @@ from torch import Tensor
 
 from mstar.graph.values import Ref
 from mstar.resources.staging import to_device
+from mstar.worker.lanes import Transfer
 from mstar.worker.messages import Contents, Part
 
-__all__ = ["Handle", "held", "output_key", "pack", "ref_of", "unpack"]
+__all__ = ["Arriving", "Handle", "held", "output_key", "pack", "ref_of", "unpack"]
 
 
 class Handle:
@@ -35,6 +36,19 @@ class Handle:
 
     def __del__(self) -> None:
         self._dropped.append(self.key)
+
+
+class Arriving:
+    """What stands in a message for a tensor that a lane brings: *data*, uint8 ``[n]``, once *transfer* is over."""
+
+    __slots__ = ("_data", "transfer")
+
+    def __init__(self, data: Tensor, transfer: Transfer):
+        self._data, self.transfer = data, transfer
+
+    def bytes(self) -> Tensor:
+        """*data*, on its device; for a step that reads it, once it is usable."""
+        return self.transfer.hand_over(self._data)
 
 
 def output_key(step: int, call: int, port: int) -> int:
@@ -56,6 +70,8 @@ def pack(key: int, tensor: Tensor, contents: bool = True) -> Contents:
 def unpack(contents: Contents, device: torch.device) -> Tensor:
     """The tensor on *device*; on the meta device if its contents were not sent."""
     dtype = getattr(torch, contents.dtype)
+    if isinstance(contents.data, Arriving):
+        return contents.data.bytes().view(dtype).view(contents.shape).to(device)
     if contents.data is None:
         return torch.empty(contents.shape, dtype=dtype, device="meta")
     if not contents.data.size:
@@ -72,6 +88,8 @@ def ids_of(tensor: Tensor) -> Sequence[int] | None:
 
 def held(contents: Contents, device: torch.device) -> tuple[Tensor, Any]:
     """The tensor, and what the host knows of it."""
+    if isinstance(contents.data, Arriving):
+        return unpack(contents, device), None
     tensor = unpack(contents, torch.device("cpu"))
     return to_device(tensor, device), ids_of(tensor)
 

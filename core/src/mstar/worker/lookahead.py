@@ -52,7 +52,7 @@ class LookAhead:
         ranks: Ranks | None = None,
     ):
         self._ranks = ranks
-        self._may_run = None if ranks is None else ranks.may_run_here
+        self._may_run = None if ranks is None else ranks.steps.may_run_here
         self._engine, self._scheduler, self._offer, self._live_of = engine, scheduler, offer, live_of
         self._share = share
         self._foreseeable: dict[CallOp, bool] = {}
@@ -71,7 +71,7 @@ class LookAhead:
     def next_elsewhere(self, now: float) -> list[Work]:
         """What a step on other ranks runs, of which one has room for it; empty if there is nothing."""
         assert self._ranks is not None
-        return self._chosen(now, self._ranks.may_run_elsewhere)
+        return self._chosen(now, self._ranks.steps.may_run_elsewhere)
 
     def _chosen(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None) -> list[Work]:
         while (batch := self._scheduler.next(now, may_run)) is not None:
@@ -126,7 +126,7 @@ class LookAhead:
             if call.flight.failure is None:
                 self._engine.retract(call.flight, call.index)
                 if self._ranks is not None:
-                    self._ranks.retracted(call.flight, call.index)
+                    self._ranks.steps.retracted(call.flight, call.index)
                 self._engine.trace.retracted(call.flight, call.run.request.id)
         elif call.item is not None and (item := call.item()) is not None:
             self._scheduler.drop(item)

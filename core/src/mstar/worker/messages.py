@@ -1,6 +1,7 @@
 """What crosses between rank 0 and another rank. Plain data; no torch.
 
-Tensors travel as raw bytes beside a header (:class:`Contents`): within a host through shared memory, never pickled.
+Tensors travel as raw bytes beside a header (:class:`Contents`): by a lane, or within a host through shared memory,
+never pickled.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = [
     "Learn",
     "Made",
     "Match",
+    "Meet",
+    "Met",
     "Missed",
     "Open",
     "Part",
@@ -38,16 +41,19 @@ __all__ = [
     "Seek",
     "Skip",
     "ToRank",
+    "UseLanes",
 ]
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor: *data* holds its bytes, uint8 ``[n]``; ``None`` where only its shape is told."""
+    """A tensor: *data* holds its bytes, uint8 ``[n]``; ``None`` where only its shape is told, and where the bytes come
+    by a lane, as its *number*-th (:mod:`mstar.worker.tensor_channel`)."""
 
     key: int
     dtype: str
     shape: tuple[int, ...]
     data: Any = None
+    number: int | None = None
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
@@ -207,7 +213,36 @@ class Seek(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"
     sibling: str | None
 
 
-ToRank = Open | Close | Run | Export | Import | Seek | Agreed | Drop | Fetch | Rewind | Learn | Skip | Match | Missed
+class Meet(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """Open lanes for tensors with rank 0 by *backend* (:mod:`mstar.worker.lanes`); answered by :class:`Met`."""
+
+    backend: str
+
+
+class UseLanes(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """The lanes are open at both ends: tensors may be sent by them. Or, not *open*, they will not be."""
+
+    open: bool = True
+
+
+ToRank = (
+    Meet
+    | UseLanes
+    | Open
+    | Close
+    | Run
+    | Export
+    | Import
+    | Seek
+    | Agreed
+    | Drop
+    | Fetch
+    | Rewind
+    | Learn
+    | Skip
+    | Match
+    | Missed
+)
 
 
 # --- and back --------------------------------------------------------------------------------------------------------
@@ -259,4 +294,11 @@ class Found(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind
     cuts: list[int] = []
 
 
-FromRank = Landed | Refused | Fetched | Exported | Found
+class Met(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """The lanes are open here; or why they are not."""
+
+    rank: int
+    fault: str = ""
+
+
+FromRank = Met | Landed | Refused | Fetched | Exported | Found

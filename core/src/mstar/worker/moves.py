@@ -1,30 +1,35 @@
 """State of requests that moves from rank to rank, where a node has a place for each walk.
 
 A request has a reservation at all of its places from the start. When a call comes whose place is another one than that
-of its request's state, it waits here: the ranks that have the state gather it and send it to rank 0, by shared memory,
-beside the steps that they run meanwhile; it goes on to the ranks where it is to be, and what was held for it before is
-free. Then the call is ready. What is sent to a rank comes in order, so a step finds the state that was sent before it.
+of its request's state, it waits here: the ranks that have the state gather it and send it to rank 0, by a lane or by
+shared memory, beside the steps that they run meanwhile; it goes on to the ranks where it is to be, and what was held
+for it before is free. Then the call is ready. What is sent to a rank comes in order, so a step finds the state that was
+sent before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
+from torch import Tensor
 
 from mstar.engine.device import raise_if_lost
 from mstar.graph.calls import CallRun
 from mstar.resources.base import Owner, Resource, State
 from mstar.resources.staging import Late
-from mstar.worker.handles import pack, unpack
+from mstar.worker.handles import Arriving, pack, unpack
 from mstar.worker.live import Live
-from mstar.worker.messages import Close, Export, Exported, Held, Import, ToRank
+from mstar.worker.messages import Close, Contents, Export, Exported, Held, Import, ToRank
 from mstar.worker.seats import SeatedPool, Seats
+from mstar.worker.tensor_channel import TensorChannel
 
 __all__ = ["Leaving", "Moves", "adopt"]
 
@@ -36,31 +41,47 @@ log = logging.getLogger(__name__)
 
 
 class Leaving:
-    """State of some owners on its way from the device to the host."""
+    """State of some owners that leaves this rank: by *channel*, and what that does not take by way of the host."""
 
-    def __init__(self, pools: Mapping[str, Resource], owners: Sequence[tuple[str, Owner]]):
+    def __init__(
+        self,
+        pools: Mapping[str, Resource],
+        owners: Sequence[tuple[str, Owner]],
+        channel: TensorChannel | None = None,
+    ):
         with torch.inference_mode():
             states = [pools[name].export(owner) for name, owner in owners]
         self._owners = owners
         self._facts = [state.facts for state in states]
-        self._tensors = [{name: Late(tensor) for name, tensor in state.tensors.items()} for state in states]
+        self._channel = channel
+        with torch.inference_mode():
+            self._tensors = [{name: self._begun(each) for name, each in state.tensors.items()} for state in states]
+
+    def _begun(self, tensor: Tensor) -> Tensor | Late:
+        return tensor if self._channel is not None and self._channel.takes(tensor) else Late(tensor)
 
     def there(self) -> bool:
         """Whether nobody would have to wait for it."""
-        return all(late.done() for tensors in self._tensors for late in tensors.values())
+        return all(not isinstance(one, Late) or one.done() for tensors in self._tensors for one in tensors.values())
 
     def held(self) -> list[Held]:
-        """It as a message; waits until it is there."""
+        """It for a message, which goes next; waits until it is there."""
         return [
             Held(
                 name,
                 owner.key,
                 owner.context,
                 dict(facts),
-                {key: pack(0, late.tensor()) for key, late in tensors.items()},
+                {key: self._packed(one) for key, one in tensors.items()},
             )
             for (name, owner), facts, tensors in zip(self._owners, self._facts, self._tensors, strict=True)
         ]
+
+    def _packed(self, one: Tensor | Late) -> Contents:
+        if isinstance(one, Late):
+            return pack(0, one.tensor())
+        assert self._channel is not None
+        return self._channel.pack(0, one)
 
 
 def adopt(pools: Mapping[str, Resource], request: Any, held: Sequence[Held], device: torch.device) -> None:
@@ -79,10 +100,11 @@ class _Ranks(Protocol):
 
     def tell(self, rank: int, message: ToRank) -> None: ...
     def flush(self) -> None: ...
+    def channel(self, rank: int) -> TensorChannel | None: ...
 
 
 class _Move:
-    """*shares*: what each of the source's ranks has sent; *leaving*: what is on its way from this one."""
+    """*shares*: what each of the source's ranks has sent; *leaving*: what leaves this one."""
 
     __slots__ = ("began", "call", "leaving", "live", "number", "owners", "shares", "source", "target")
 
@@ -130,23 +152,25 @@ class Moves:
         return True
 
     def take(self, message: Exported) -> None:
-        """A rank has sent what it was asked for."""
+        """A rank sends what it was asked for."""
         move = self._under_way.get(message.move)
         if move is not None:  # its request has not ended meanwhile
             move.shares[message.rank] = message.held
             self._advance(move)
 
     def step(self) -> bool:
-        """Go on with what has come to the host since. Returns whether there was any."""
-        arrived = [m for m in self._under_way.values() if m.leaving is not None and m.leaving.there()]
-        for move in arrived:
+        """Go on with what is there since. Returns whether there was any."""
+        complete = [move for move in self._under_way.values() if self._complete(move)]
+        for move in complete:
             self._advance(move)
-        return bool(arrived)
+        return bool(complete)
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether something is on its way to the host, of which nobody will tell."""
-        return any(move.leaving is not None for move in self._under_way.values())
+        """Whether something is on its way, of which nobody will tell."""
+        return any(
+            move.leaving is not None or len(move.shares) == len(move.source.ranks) for move in self._under_way.values()
+        )
 
     def forget(self, live: Live) -> None:
         """The request has ended."""
@@ -188,14 +212,21 @@ class Moves:
                 self._ranks.tell(rank, Export(move=move.number, request=move.live.request.id, owners=asked))
         self._ranks.flush()
         if _HERE in move.source.ranks:
-            move.leaving = Leaving(self._pools, move.owners)
-            if move.leaving.there():
-                self._advance(move)
+            target = move.target.ranks[move.source.ranks.index(_HERE)]
+            move.leaving = Leaving(self._pools, move.owners, self._ranks.channel(target))
+            self._advance(move)
+
+    def _complete(self, move: _Move) -> bool:
+        """Whether all that moves is there, and can go on."""
+        if len(move.shares) + (move.leaving is not None) < len(move.source.ranks):
+            return False
+        if move.leaving is not None and not move.leaving.there():
+            return False
+        channels = [self._ranks.channel(rank) for rank in move.target.ranks]
+        return all(map(_there, move.shares.values())) and all(one is None or one.has_room for one in channels)
 
     def _advance(self, move: _Move) -> None:
-        if move.leaving is not None and move.leaving.there():
-            move.shares[_HERE], move.leaving = move.leaving.held(), None
-        if len(move.shares) == len(move.source.ranks):
+        if self._complete(move):
             del self._under_way[move.number]
             self._guarded(move, self._land)
             self._begin()
@@ -211,18 +242,21 @@ class Moves:
 
     def _land(self, move: _Move) -> None:
         request = move.live.request
+        shares = dict(move.shares)
+        if move.leaving is not None:
+            shares[_HERE] = move.leaving.held()
         for source, target in zip(move.source.ranks, move.target.ranks, strict=True):
             if target == _HERE:
-                adopt(self._pools, request, move.shares[source], self._device)
+                adopt(self._pools, request, shares[source], self._device)
             else:
-                self._ranks.tell(target, Import(request=request.id, held=move.shares[source]))
+                self._ranks.tell(target, Import(request=request.id, held=self._onwards(shares[source], target)))
         for name, owner in move.owners:
             pool = self._ranks.books[name]
             assert isinstance(pool, SeatedPool)
             if _HERE not in move.target.ranks:
                 books = pool.pools[move.target]
                 books.open(owner, request)
-                books.follow(owner, self._tokens(move, name, owner))
+                books.follow(owner, _tokens(shares[move.source.ranks[0]], name, owner))
             pool.leave(owner, move.source)
         freed = [(name, owner.key, owner.context) for name, owner in move.owners]
         for rank in move.source.ranks:
@@ -231,16 +265,49 @@ class Moves:
         self._ranks.flush()
         self._ranks.seats.moved(move.call)
         self._done += 1
-        self._bytes += sum(_size(share) for share in move.shares.values())
+        self._bytes += sum(map(_size, shares.values()))
         self._seconds += time.monotonic() - move.began
         self._ready(move.live, move.call)
 
-    def _tokens(self, move: _Move, resource: str, owner: Owner) -> int:
-        """How many tokens of *owner* *resource* held where it came from, if it counts them."""
-        share = next(iter(move.shares.values()))
-        held = next(one for one in share if (one.resource, one.key, one.context) == (resource, *owner))
-        return int(held.facts.get("tokens", 0))
+    def _onwards(self, share: Sequence[Held], target: int) -> list[Held]:
+        """*share* for rank *target*: what a lane brought from another rank goes on by that rank's."""
+        channel = self._ranks.channel(target)
+        if channel is None:
+            return list(share)
+        return [
+            msgspec.structs.replace(
+                one,
+                tensors={
+                    name: channel.pack(0, unpack(contents, self._device))
+                    if isinstance(contents.data, Arriving)
+                    else contents
+                    for name, contents in one.tensors.items()
+                },
+            )
+            for one in share
+        ]
+
+
+def _tokens(share: Sequence[Held], resource: str, owner: Owner) -> int:
+    """How many tokens of *owner* *resource* held where it came from, if it counts them."""
+    held = next(one for one in share if (one.resource, one.key, one.context) == (resource, *owner))
+    return int(held.facts.get("tokens", 0))
+
+
+def _there(share: Sequence[Held]) -> bool:
+    """Whether all that a rank sends of its state has come."""
+    return all(
+        contents.data.transfer.over()
+        for one in share
+        for contents in one.tensors.values()
+        if isinstance(contents.data, Arriving)
+    )
 
 
 def _size(held: Sequence[Held]) -> int:
-    return sum(contents.data.nbytes for one in held for contents in one.tensors.values() if contents.data is not None)
+    """Bytes."""
+    return sum(
+        math.prod(contents.shape) * getattr(torch, contents.dtype).itemsize
+        for one in held
+        for contents in one.tensors.values()
+    )

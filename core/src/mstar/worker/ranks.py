@@ -1,97 +1,61 @@
-"""Rank 0's view of the other ranks: which of them runs a step, what it lacks for it, and what came of it.
+"""Rank 0's view of the other ranks: which of them are there, and what each holds of whom.
 
-Rank 0 has the scheduler, the walks and the streams of all requests, and nodes of its own as any rank. A step whose node
-lies elsewhere is sent there and lands when the rank answers; meanwhile this rank and others run theirs. A step of a
-mesh that rank 0 belongs to is told to the others and then run here as any step: all run it in lockstep.
-
-Each rank has at most one step that decodes on its way, so that those that are ready meanwhile join the next, and at
-most two others, so that it need not wait for rank 0: that is the back-pressure.
+Rank 0 has the scheduler, the walks and the streams of all requests, and nodes of its own as any rank. It keeps the
+books of all pools; the other ranks are told of requests that come to them and of what becomes of their state. Their
+steps are :mod:`mstar.worker.rank_steps`, their values :mod:`mstar.worker.rank_values`.
 """
 
 from __future__ import annotations
 
-import itertools
 import secrets
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from mstar.cluster.base import WorkerConfig
-from mstar.engine.engine import Flight
-from mstar.engine.step import RowResult, Work
 from mstar.graph.calls import CallRun
-from mstar.graph.values import Ref
 from mstar.registry import Registry
-from mstar.resources.base import IntegrityError, Owner, Resource
-from mstar.resources.staging import Late, to_device
+from mstar.resources.base import Owner, Resource
 from mstar.spec.placement import Seat
-from mstar.spec.request import EngineRequest, Failed
+from mstar.spec.request import EngineRequest
 from mstar.worker.build import Built, declared_resources
-from mstar.worker.handles import Handle, pack, unpack
 from mstar.worker.messages import (
-    Agreed,
     Close,
-    Contents,
-    Fetch,
-    Fetched,
+    Exported,
     FromRank,
     Landed,
     Learn,
     Match,
+    Met,
     Missed,
     Open,
-    Part,
-    Refused,
     Rewind,
-    Row,
-    Run,
     Seek,
     Skip,
     ToRank,
 )
-from mstar.worker.rank_links import Away, Link, Peer, RankLost
-from mstar.worker.routing import DOUBT_S, Routing
+from mstar.worker.rank_links import Link, Peer
+from mstar.worker.rank_steps import RankSteps
+from mstar.worker.rank_values import RankValues
+from mstar.worker.routing import Routing
 from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.sessions import Session
 from mstar.worker.shadow import shadow_pools
+from mstar.worker.tensor_channel import TensorChannel
 
-__all__ = ["Landing", "Ranks", "coordinate"]
+__all__ = ["Ranks", "coordinate"]
 
 _HERE = 0
-_CPU = torch.device("cpu")
-_FETCH_S = 60.0
-
-
-@dataclass(slots=True)
-class Landing:
-    """A step of another rank that is done. *results*: for each of *work*, in order."""
-
-    work: Sequence[Work]
-    results: Sequence[RowResult | Failed]
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Flying:
-    """A step that other ranks run. *failed*: rank → indices of the calls that failed there."""
-
-    work: Sequence[Work]
-    seat: Seat
-    waiting: set[int]
-    decodes: bool
-    failed: dict[int, frozenset[int]] = field(default_factory=dict)
 
 
 class Ranks:
     """The other ranks of a layout.
 
+    :ivar steps: what they run. :ivar values: what they have.
     :param pools: the pools of this rank, by name. :param shadows: makes the books of pools elsewhere, from their
-        capacities.
+        capacities. :param values: how tensors are to pass (``engine.values``).
     """
 
     def __init__(
@@ -100,8 +64,9 @@ class Ranks:
         pools: Mapping[str, Resource],
         shadows: Callable[[Mapping[str, int]], dict[str, Resource]],
         device: torch.device,
+        values: str | None = None,
     ):
-        self.routing, self._shadows, self._device = routing, shadows, device
+        self.routing, self._shadows, self._device, self._asked = routing, shadows, device, values
         self.layout = routing.layout
         graph = routing.plan.graph
         self._kept = frozenset(graph.sessions)
@@ -111,19 +76,17 @@ class Ranks:
         self._links: dict[int, Link] = {}
         for name, pool in pools.items():
             self._book(name, _HERE, pool)
-        self._steps, self._sent = itertools.count(1), itertools.count(1)
-        self._flying: dict[int, _Flying] = {}
         self._touched: dict[str, set[int]] = {}  # request → ranks that know of it
         self._bound: dict[str, set[int]] = {}  # request → ranks that hold something of it which is nowhere else
         self._looked_at: dict[int, list[Collection[str] | None]] = {}  # rank → inputs that its resources read
-        self._stash: list[FromRank] = []
-        self._mirrored: int | None = None
-        self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when the others must have, too
+        self.values = RankValues(self._links, device)
+        self.steps = RankSteps(self, routing, self._links, self.values, device)
 
     # --- ranks come and go --------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """*rank* is ready. *facts*: what its follower said of itself."""
-        self._links[rank] = Link(peer)
+        link = self._links[rank] = Link(peer, TensorChannel(0, self._device))
+        link.meet(rank, self._asked, facts)
         capacities = facts["capacities"]
         elsewhere = {name: units for name, units in capacities.items() if _HERE not in self._seat_at(name, rank).ranks}
         for name, shadow in self._shadows(elsewhere).items():
@@ -148,16 +111,14 @@ class Ranks:
 
         :param holdings: request → (resource, owner) each.
         """
-        self._links.pop(rank, None)
+        link = self._links.pop(rank, None)
+        if link is not None:
+            link.channel.close()
         gone = {request for request, ranks in self._bound.items() if rank in ranks}
         for request, owners in (holdings or {}).items():
             if any(rank in seat.ranks for name, owner in owners for seat in self._held(name, owner)):
                 gone.add(request)
-        for step in [step for step, flying in self._flying.items() if rank in flying.seat.ranks]:
-            flying = self._flying.pop(step)
-            gone.update(w.call.run.request.id for w in flying.work)
-            for other in flying.waiting:
-                self._landed(other, flying)
+        gone |= self.steps.lost(rank)
         for ranks in (*self._touched.values(), *self._bound.values()):
             ranks.discard(rank)
         return gone
@@ -257,16 +218,6 @@ class Ranks:
             self.books[resource].follow(owner, -tokens)
         return here
 
-    def retracted(self, flight: Flight, index: int) -> None:
-        """This rank has retracted the *index*-th call of *flight*; those that ran it with this one do so, too."""
-        if not flight.step:
-            return
-        frozen = flight.work[index].call.op.entry.frozen
-        for resource, rows in zip(flight.used, flight.rows, strict=True):
-            if resource.name not in frozen:
-                row = rows[index]
-                self.rewind(resource.name, row.owner, row.length, row.complete)
-
     def learn(self, resource: str, owner: Owner, ids: Sequence[int]) -> None:
         """The other ranks of the mesh learn what this one has learnt."""
         for rank in self.seats.of_pool(resource, owner).ranks:
@@ -297,9 +248,9 @@ class Ranks:
     def seek(self, number: int, call: CallRun, ids: Sequence[int]) -> None:
         """Have the ranks that run *call* skip what they know of its prompt *ids*; the first of them answers."""
         request = call.run.request
-        op, session = self.routing.number_of[call.op], self._session_key(request)
+        op, session = self.routing.number_of[call.op], self.session_key(request)
         for rank in self.seats.of_call(call).ranks:
-            self._touch(rank, request.id)
+            self.touch(rank, request.id)
             self.tell(
                 rank,
                 Seek(
@@ -317,233 +268,66 @@ class Ranks:
         """Whether this rank runs *call*, alone or with others."""
         return _HERE in self.seats.of_call(call).ranks
 
-    # --- steps --------------------------------------------------------------------------------------------------------
-    def group(self, call: CallRun) -> tuple[Any, ...]:
-        """Calls of one group may share a step: they run on the same seat."""
-        return (*call.group, self.seats.of_call(call))
-
-    def may_run_here(self, group: tuple[Any, ...]) -> bool:
-        """Whether a step of *group* can begin now, and this rank has a part in it."""
-        ranks = group[-1].ranks
-        return _HERE in ranks and all(rank == _HERE or rank in self._links for rank in ranks)
-
-    def may_run_elsewhere(self, group: tuple[Any, ...]) -> bool:
-        """Whether a step of *group* can begin now, on other ranks alone."""
-        ranks = group[-1].ranks
-        return _HERE not in ranks and all(rank in self._links and self._links[rank].has_room for rank in ranks)
-
-    def dispatch(self, work: Sequence[Work]) -> None:
-        """Tell the other ranks of a step what to run."""
-        self._mirrored = None
-        seat = self.seats.of_call(work[0].call)
-        others = [rank for rank in seat.ranks if rank != _HERE]
-        if not others:
-            return
-        step, here = next(self._steps), _HERE in seat.ranks
-        decodes = any(w.call.decode for w in work)
-        if not here:
-            self._follow(work)
-        self._flying[step] = _Flying(work, seat, set(others), decodes)
-        for rank in others:
-            link = self._links[rank]
-            for w in work:
-                self._touch(rank, w.call.run.request.id)
-            values: list[Contents] = []
-            rows = [self._row(w, rank, link, values) for w in work]
-            answers = not here and rank == seat.ranks[0]
-            link.outbox.append(Run(step=step, rows=rows, values=values, answers=answers))
-            link.flying += 1
-            link.decoding += decodes
-            link.flush()
-        self._mirrored = step if here else None
-
-    def _follow(self, work: Sequence[Work]) -> None:
-        """Keep the books of what a step elsewhere commits."""
-        entry = work[0].call.op.entry
-        for name in entry.resources:
-            if name not in entry.frozen:
-                for w in work:
-                    self.books[name].follow(self._owner_of(w.call, name), w.tokens)
-
-    def _owner_of(self, call: CallRun, resource: str) -> Owner:
-        session = self._session_key(call.run.request) if resource in self._kept else None
+    # --- for steps ----------------------------------------------------------------------------------------------------
+    def owner_of(self, call: CallRun, resource: str) -> Owner:
+        """Whose state of *resource* *call* uses."""
+        session = self.session_key(call.run.request) if resource in self._kept else None
         return Owner(session or call.run.request.id, call.op.call.context)
 
     def skipped_elsewhere(self, call: CallRun, tokens: int) -> None:
         """The ranks that run *call* have taken over so many tokens of its prompt."""
         if tokens:
             for name in call.op.entry.resources:
-                self.books[name].follow(self._owner_of(call, name), tokens)
+                self.books[name].follow(self.owner_of(call, name), tokens)
 
-    def launched(self, flights: Sequence[Flight]) -> None:
-        """This rank has launched the step that was dispatched last: the others name its outputs alike."""
-        step, self._mirrored = self._mirrored, None
-        if step is None:
-            return
-        seat, first = self._flying[step].seat, 0
-        for flight in flights:
-            found: dict[int, Away] = {}
-            for key, ref in self.routing.bases(step, first, flight):
-                found[id(ref.base)] = self._away(key, [rank for rank in seat.ranks if rank != _HERE])
-            for result in flight.outcome.results if flight.outcome is not None else ():
-                for ref in (result.outputs or {}).values():
-                    ref.away = found[id(ref.base)]
-            flight.step = step
-            flight.first = first
-            first += len(flight.work)
-
-    def landed_here(self, flight: Flight, results: Sequence[RowResult | Exception]) -> None:
-        """*flight*, which a mesh runs, has landed on this rank."""
-        flying = self._flying.get(flight.step)
-        if flying is None:
-            return
-        failed = {flight.first + i for i, result in enumerate(results) if isinstance(result, Exception)}
-        flying.failed[_HERE] = flying.failed.get(_HERE, frozenset()) | failed
-        if failed and flight.step not in self._doubts:
-            self._doubts[flight.step] = time.monotonic() + DOUBT_S
-            for rank in flying.seat.ranks:
-                if rank != _HERE:
-                    self.tell(rank, Agreed(step=flight.step))
-        if flight.first + len(flight.work) == len(flying.work):
-            self._compare(flight.step, flying)
-
-    def _row(self, w: Work, rank: int, link: Link, values: list[Contents]) -> Row:
-        call = w.call
-        request = call.run.request
-        session = self._session_key(request)
-        inputs = {}
-        if not call.chunks:  # the rank keeps those of a call that is cut
-            inputs = {port: self._given(value, rank, link, values) for port, value in call.inputs.items()}
-        return Row(
-            request.id, self.routing.number_of[call.op], session, call.length, w.start, w.tokens, w.complete, inputs
-        )
-
-    def _session_key(self, request: EngineRequest) -> str | None:
+    def session_key(self, request: EngineRequest) -> str | None:
+        """The key of the state that *request*'s session keeps, if any."""
         if request.session is None or not self._kept:
             return None
         return Session(request.session, request.tenant, 0.0).key
 
-    def _given(self, value: Any, rank: int, link: Link, values: list[Contents]) -> Any:
-        if not isinstance(value, Ref):
-            return value
-        away = value.away
-        if away is None:
-            away = value.away = Away(self._fetch)
-        held = away.held.get(rank)
-        if held is None or not held[0].goes_to(link.dropped):  # what a rank had that has died since, it has no more
-            handle = Handle(-next(self._sent), link.dropped)
-            values.append(pack(handle.key, value.items()))
-            away = value.away = away.copy()  # others that lie in the same tensor are not sent with it
-            held = away.held[rank] = (handle, value.start)
-        handle, begins = held
-        host = value.host if value.row and isinstance(value.host, int) else None
-        return Part(handle.key, value.start - begins, value.stop - begins, value.row, host)
-
-    def _touch(self, rank: int, request: str) -> None:
+    def touch(self, rank: int, request: str) -> None:
+        """*rank* is to know of *request*, if only that there is one."""
         ranks = self._touched.setdefault(request, set())
         if rank not in ranks:
             ranks.add(rank)
             self.tell(rank, Open(request=EngineRequest(id=request), needs=[]))
 
-    # --- answers ------------------------------------------------------------------------------------------------------
-    def stashed(self) -> list[FromRank]:
-        """What came while something else was waited for."""
-        stash, self._stash = self._stash, []
-        return stash
+    def bind(self, request: str, ranks: Iterable[int]) -> None:
+        """*request* cannot go on without what *ranks* have computed for it."""
+        self._bound.setdefault(request, set()).update(ranks)
 
-    def take(self, message: Landed | Refused | Fetched) -> Landing | Failed | None:
-        """What *message* means for the worker: a step that is done, a request that has failed, or nothing."""
-        if isinstance(message, Refused):
-            return message.failed
-        if isinstance(message, Fetched):
-            return None  # of a fetch that was given up
-        flying = self._flying.get(message.step)
-        if flying is None:
-            return None  # of a mesh that has lost a rank
-        flying.waiting.discard(message.rank)
-        self._landed(message.rank, flying)
-        flying.failed[message.rank] = frozenset(i for i, made in enumerate(message.calls) if made.failed is not None)
-        landing = None
-        if message.rank == flying.seat.ranks[0] and _HERE not in flying.seat.ranks:  # else it lands here
-            landing = self._landing(message, flying)
-        self._compare(message.step, flying)
-        return landing
-
-    def _compare(self, step: int, flying: _Flying) -> None:
-        """Let go of a step that has landed everywhere. All ranks of a mesh must have come to the same."""
-        if flying.waiting or (_HERE in flying.seat.ranks and _HERE not in flying.failed):
-            return
-        del self._flying[step]
-        self._doubts.pop(step, None)
-        alike = len(set(flying.failed.values())) == 1
-        if _HERE in flying.failed:
-            if not alike:
-                raise IntegrityError(
-                    f"a step of node {flying.work[0].call.op.call.node!r} failed on some ranks of its mesh and not on "
-                    f"others: { ({rank: sorted(calls) for rank, calls in flying.failed.items()}) }"
-                )
-        elif alike and len(flying.seat.ranks) > 1 and any(flying.failed.values()):
-            for rank in flying.seat.ranks:  # one that hears nothing ends itself, and its mesh starts again
-                self.tell(rank, Agreed(step=step))
-
-    def next_doubt(self) -> float | None:
-        """When (monotonic seconds) a mesh must have agreed on a step that failed."""
-        return min(self._doubts.values(), default=None)
-
-    def check_doubts(self, now: float) -> None:
-        """Raise :class:`~mstar.resources.base.IntegrityError` if a mesh has not agreed in time."""
-        if self._doubts and now > min(self._doubts.values()):
-            raise IntegrityError(
-                f"a step failed on rank 0 of a mesh, and the others have said nothing for {DOUBT_S:g} s"
-            )
-
-    def _landed(self, rank: int, flying: _Flying) -> None:
+    # --- large tensors ------------------------------------------------------------------------------------------------
+    def channel(self, rank: int) -> TensorChannel | None:
+        """The way for large tensors to *rank*; ``None`` to this one, and to one that is gone."""
         link = self._links.get(rank)
-        if link is not None:
-            link.flying -= 1
-            link.decoding -= flying.decodes
+        return None if link is None else link.channel
 
-    def _landing(self, message: Landed, flying: _Flying) -> Landing:
-        tensors = [unpack(contents, _CPU) for contents in message.bases]
-        lates = [None if tensor.is_meta else Late(tensor) for tensor in tensors]
-        bases = [tensor if tensor.is_meta else to_device(tensor, self._device) for tensor in tensors]
-        aways = [self._away(contents.key, flying.seat.ranks) for contents in message.bases]
-        results: list[RowResult | Failed] = []
-        for w, made in zip(flying.work, message.calls, strict=True):
-            if made.failed is not None:
-                results.append(made.failed)
-                continue
-            outputs = {}
-            for port, (number, start, stop, row) in made.outputs.items():
-                ref = outputs[port] = Ref(bases[number], start, stop, row, late=lates[number])
-                ref.away = aways[number]
-                if bases[number].is_meta:
-                    self._bound.setdefault(w.call.run.request.id, set()).update(flying.seat.ranks)
-            results.append(RowResult(outputs if w.complete else None, made.logprobs))
-        return Landing(flying.work, results, message.seconds)
+    def resolve(self, message: FromRank) -> FromRank:
+        """*message*, which has just come, with the tensors that are announced in it."""
+        if isinstance(message, Landed | Exported) and (link := self._links.get(message.rank)) is not None:
+            return link.resolve(message)
+        return message
 
-    def _away(self, key: int, ranks: Sequence[int]) -> Away:
-        away = Away(self._fetch)
-        for rank in ranks:
-            if rank in self._links:
-                away.held[rank] = (Handle(key, self._links[rank].dropped), 0)
-        return away
+    def met(self, message: Met) -> None:
+        """A rank has opened its end of the channel, or could not."""
+        if (link := self._links.get(message.rank)) is not None:
+            link.met(message.fault)
 
-    def _fetch(self, rank: int, key: int) -> Tensor:
-        """The contents of a value that only *rank* has. Waits for it: routes seldom look at such values."""
-        link = self._links.get(rank)
-        if link is None:
-            raise RankLost(rank, "it had what a route wants to see")
-        link.outbox.append(Fetch(key=key))
-        link.flush()
-        until = time.monotonic() + _FETCH_S
-        while (left := until - time.monotonic()) > 0:
-            for message in link.peer.receive(left):
-                if isinstance(message, Fetched) and message.contents.key == key:
-                    found = message.contents
-                    return unpack(found, self._device)
-                self._stash.append(message)
-        raise RankLost(rank, f"it has not sent a value within {_FETCH_S:.0f} s")
+    def look(self) -> None:
+        """See what has passed."""
+        for link in self._links.values():
+            link.look()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way, of which nobody will tell."""
+        return any(link.channel.busy for link in self._links.values())
+
+    @property
+    def hurries(self) -> bool:
+        """Whether what comes is worth looking for again at once."""
+        return any(link.channel.hurries for link in self._links.values())
 
     # --- sending ------------------------------------------------------------------------------------------------------
     def tell(self, rank: int, message: ToRank) -> None:
@@ -558,7 +342,16 @@ class Ranks:
             link.flush()
 
     def status(self) -> list[dict[str, Any]]:
-        return [{"rank": rank, "flying": link.flying} for rank, link in sorted(self._links.items())]
+        return [
+            {
+                "rank": rank,
+                "flying": link.flying,
+                "way": link.channel.way,
+                "opening": link.channel.opening and not link.channel.closed,
+                "lane_bytes": {"sent": link.channel.sent, "received": link.channel.received},
+            }
+            for rank, link in sorted(self._links.items())
+        ]
 
 
 def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks | None:
@@ -571,4 +364,4 @@ def coordinate(built: Built, config: WorkerConfig, registry: Registry) -> Ranks 
     def shadows(capacities: Mapping[str, int]) -> dict[str, Resource]:
         return shadow_pools(declared, capacities, built.plan, deployment, registry, built.device, built.dtype)
 
-    return Ranks(Routing(built.plan, built.layout), built.resources, shadows, built.device)
+    return Ranks(Routing(built.plan, built.layout), built.resources, shadows, built.device, deployment.engine.values)

@@ -47,6 +47,10 @@ class Routing:
         """Output ports whose contents rank 0 wants of a step with these calls."""
         return frozenset().union(*(self.leaving[self.ops[op]] for op in {*ops}))
 
+    def wanted_of(self, ops: Iterable[int]) -> frozenset[str]:
+        """Of these, the ports whose contents rank 0 wants in its host's memory: for its loops, or for the client."""
+        return frozenset(port for op in {*ops} for port in (*self.ops[op].host, *self.ops[op].call.emit))
+
     def key(self, step: int, call: int, op: int, port: str) -> int:
         """The key of the tensor that output *port* of the step's *call*-th call is the first to lie in."""
         return output_key(step, call, self._port_of[self.ops[op]][port])
