@@ -65,7 +65,6 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda
     from mstar.nn.ops import cuda_attention as attention
-    from mstar.nn.ops import cuda_sampling as sampling
 
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
@@ -113,20 +112,29 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     line = attending.partition("atom.global.gpu.acq_rel")[0].rpartition("$L__BB")[2]
     assert "bar.sync" in line
     assert "st.global" not in line.partition("bar.sync")[2]
-    rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
-    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
-    lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
-    assert _compile(sampling._summarise, rows + "sums:fp32 places:i32", **sizes)
-    passes = rows + "top_ks:i64 parts_before:fp32 state_before:fp64 parts:fp32 state:fp64"
-    assert _compile(sampling._histogram, passes, "shift:i32", second=True, level=1, **lanes)
-    before = "top_ks:i64 parts_first:fp32 state_first:fp64 parts_second:fp32 state_second:fp64 "
-    assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
-    drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
-    assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
-    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32"
-    assert _compile(
-        sampling._edit, edited, width=282, **{name: size for name, size in sizes.items() if name != "blocks"}
-    )
+
+
+def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_edits, cuda_sampling
+    from mstar.nn.ops import cuda_filters as filters
+
+    rows = "logits:bf16 slots:i64 floats:fp32 "
+    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "early": True}
+    block, lanes = {"block": 4096}, {"block_lanes": 4}
+    blocks = "tops:fp32 sums:fp32 places:i32 "
+    assert _compile(cuda_sampling._summarise, rows + blocks, **sizes, **block)
+    drawn = "top_ks:i64 uniforms:fp64 thresholds:fp32 sums_filtered:fp32 ids:i64"
+    assert _compile(cuda_sampling._choose, rows + blocks + drawn, filters=True, **sizes, **block, **lanes)
+    rows += "top_ks:i64 bounds:fp64 found:i32 "
+    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", warps=8, **sizes, **lanes)
+    kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
+    assert _compile(filters._collect, kept, warps=8, **sizes, **block)
+    assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
+    assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
+    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32 flags:u8"
+    del sizes["blocks"]
+    assert _compile(cuda_edits._edit, edited, width=282, groups=1125, **sizes, **block)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -271,7 +279,7 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
-    from mstar.nn.ops import cuda, cuda_sampling, reference
+    from mstar.nn.ops import cuda, cuda_edits, cuda_sampling, reference
 
     on_cuda: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
     elsewhere: Any = SimpleNamespace(is_cpu=False, is_cuda=False)
@@ -279,7 +287,7 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
-    assert ops.fused_edit(torch.device("cuda")) is cuda_sampling.edit
+    assert ops.fused_edit(torch.device("cuda")) is cuda_edits.edit
     assert ops.fused_edit(torch.device("cpu")) is None
 
 
