@@ -73,8 +73,10 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 @every_pattern
 def test_its_own_tests_pass(side_by_side: dict[str, Path], pattern: str) -> None:
-    """Parity with its reference, HTTP, conformance: all that an author sees on the first day. In this process, which has
-    torch and M*'s kernels loaded."""
+    """Parity with its reference, HTTP, conformance: all that an author sees on the first day.
+
+    In this process, which has torch and M*'s kernels loaded.
+    """
     folder = side_by_side[pattern]
     with chdir(folder):
         status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error"])
@@ -127,7 +129,7 @@ def test_every_function_and_class_is_used_or_offered(packages: dict[str, Path], 
 
 
 def test_types(side_by_side: dict[str, Path], tmp_path: Path) -> None:
-    """mypy as strict as for our own code, once over all of them; with what it has found out about that, if it has run."""
+    """mypy as strict as for our own code, once over all of them. What it knows of that from the last run it knows here."""
     if (ROOT / ".mypy_cache").is_dir():
         shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
     sources = [folder / "src" for folder in side_by_side.values()]

@@ -8,7 +8,6 @@ from mstar.spec.errors import SetupError, nearest
 from mstar.testing.conformance import FamilyConformance, PluginConformance
 from mstar.testing.conformance.subject import find_plugin, models_of, open_registry
 
-
 _MODELS = pytest.StashKey[list[str]]()
 
 
