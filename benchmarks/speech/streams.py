@@ -32,8 +32,8 @@ RATE = 24_000
 
 @dataclass
 class Heard:
-    """One answer. :param asked: when. :param arrivals: (when, samples) of each piece of sound that came. :param open: how
-    many of its requests run."""
+    """One answer. :param asked: when. :param arrivals: (when, samples) of each piece of sound that came.
+    :param open: how many of its requests run."""
 
     asked: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
