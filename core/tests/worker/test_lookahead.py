@@ -111,8 +111,8 @@ def test_state_of_other_kinds_is_launched_ahead_too(key: str) -> None:
     worker, ahead = drive.worker, []
     plain = worker.ahead._foresee
 
-    def noted(flight: Flight, alone: bool) -> None:
-        plain(flight, alone)
+    def noted(flight: Flight) -> None:
+        plain(flight)
         ahead.extend(w.call.partition.ahead is not None for w in flight.work)
 
     worker.ahead._foresee = noted  # type: ignore[method-assign]

@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from mstar.graph.again import DEFAULTS
 from mstar.graph.calls import CallRun, Partition
 from mstar.graph.program import CallOp, LoopEndOp, LoopOp
 from mstar.graph.values import Ref
 from mstar.spec.graph import Stop, Times, TokenStop
-from mstar.spec.request import SamplingParams
 
 if TYPE_CHECKING:
     from mstar.graph.run import RequestRun
 
-__all__ = ["DEFAULTS", "Foresight"]
-
-DEFAULTS = SamplingParams()
-"""Of a sampler that the request says nothing about."""
+__all__ = ["Foresight"]
 
 
 class Foresight:
@@ -44,7 +41,7 @@ class Foresight:
             return None
         loop = call.op.loops[-1] if call.op.again is not None else None
         if loop in partition.loops and not self._is_over(loop, partition.loops[loop] + 1):
-            return self._foresee_again(call, outputs, may)
+            return self._run.again(call.op).foresee(call, outputs) if may(call.op) else None
         values = {value: outputs[port] for port, value in call.op.call.outputs.items()}
         loops = dict(partition.loops)
         op = self._foreseen_op(partition, call.op.next, values, loops)
@@ -53,27 +50,8 @@ class Foresight:
         partition.ahead = self._run.make_call(partition, op, values, loops)
         return partition.ahead
 
-    def _foresee_again(
-        self, call: CallRun, outputs: Mapping[str, Ref], may: Callable[[CallOp], bool]
-    ) -> CallRun | None:
-        """:meth:`foresee` for a loop under way whose body is *call* alone."""
-        op, partition, run = call.op, call.partition, self._run
-        loop = op.loops[-1]
-        for stop in loop.stops:
-            if not isinstance(stop, Times) and not self._token_may_go_on(stop, 1):
-                return None
-        if not may(op) or not run.has_room(op):
-            return None
-        inputs = call.inputs.copy()
-        for port, output in op.again or ():
-            inputs[port] = outputs[output]
-        length = 1 if op.primary is None else inputs[op.primary].length
-        ahead = partition.ahead = CallRun(run, partition, op, inputs, length)
-        return ahead
-
-    def _token_may_go_on(self, stop: Stop, more: int) -> bool:
+    def _token_may_go_on(self, stop: TokenStop, more: int) -> bool:
         """Whether a loop that *stop* ends may go on after *more* tokens that were not judged yet."""
-        assert isinstance(stop, TokenStop)
         params = self._run.request.sampling.get(stop.sampler) or DEFAULTS
         if params.grammar is not None:  # the next step's mask depends on this token
             return False

@@ -55,10 +55,10 @@ def _around(source, weight, window, channel, width: tl.constexpr):
     """The last inputs of some channels, oldest first, and their weights."""
     inputs, weights = (), ()
     for tap in tl.static_range(width - 1):
-        inputs += (tl.load(window + channel * (width - 1) + tap),)
-    inputs += (tl.load(source + channel),)
+        inputs += (tl.load(window + channel * (width - 1) + tap),)  # type: ignore[assignment]
+    inputs += (tl.load(source + channel),)  # type: ignore[assignment]
     for tap in tl.static_range(width):
-        weights += (tl.load(weight + channel * width + tap),)
+        weights += (tl.load(weight + channel * width + tap),)  # type: ignore[assignment]
     return inputs, weights
 
 
