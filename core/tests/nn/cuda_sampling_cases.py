@@ -120,7 +120,8 @@ ROUGH = [(DTYPES[0], 0), (DTYPES[1], 0), (DTYPES[1], 2), (DTYPES[2], 2)]
 @pytest.mark.parametrize(("dtype", "steps"), ROUGH if DEVICE == "cuda" else ROUGH[::2])
 def test_thresholds_are_those_of_the_sort(dtype: torch.dtype, steps: int) -> None:
     """With *steps* the logits are rounded to halves: hundreds of ties, in which the threshold falls."""
-    chosen = FILTERS if DEVICE == "cuda" or steps else FILTERS[1::3]
+    several = [each for each in FILTERS if each.top_k < VOCAB]  # of others nothing is dropped, and nothing said
+    chosen = several if DEVICE == "cuda" or steps else FILTERS[1::3]
     scores = logits(len(chosen), 900 if DEVICE == "cpu" and dtype is torch.float32 else VOCAB, dtype=dtype)
     if steps:
         scores = (scores * steps).round() / steps

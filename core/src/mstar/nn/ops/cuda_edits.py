@@ -83,5 +83,5 @@ def edit(
     _edit[(rows, -(-vocab // block))](
         scores, which, words, slots, floats, histories, marks, flags,
         floats.stride(0), scores.stride(0), vocab, words.shape[1], flags.shape[1], block, pdl.enabled(),
-        num_warps=min(max(block // 512, 1), 8), **pdl.options(),
+        num_warps=min(max(block // 512, 1), 8), maxnreg=64, **pdl.options(),
     )  # fmt: skip

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mstar.nn.ops import pdl
-from mstar.nn.ops.cuda_sampling_rows import best_of, key_of, parameters, score_of, scores
+from mstar.nn.ops.cuda_sampling_rows import best_of, filters_of, key_of, parameters, score_of, scores
 
 __all__ = ["Filtered", "apply_filters"]
 
@@ -44,19 +44,13 @@ _PIECE = tl.constexpr(8)  # neighbours that are read together: 32 bytes
 _STEPS = tl.constexpr(24)  # halvings of 2**32 keys: to a part in 2**15 of a score
 _SURE = tl.constexpr(4.0)  # standard deviations
 _UNSEEN = tl.constexpr(10.0)  # so many tokens may be there of which the sample has none: e**-10
+_LEAST = tl.constexpr(1 - 10.0 / 4096)  # so much of what the sample has is there if all of the sample is
 _SHARE = tl.constexpr(1099511627776.0)  # 2**40
 _DIGITS = tl.constexpr(16)
 _BOUNDS = tl.constexpr(4)
 """float64 a row: the bracket's low end (plus infinity: the row holds no numbers), its high end, best, total."""
 _LINE = tl.constexpr(3)
 """int32 a block: how many are above the bracket, how many within it, where these begin in the buffer."""
-
-
-@triton.jit
-def _filters(top_ks, slot, top_p, greedy):
-    """Top-k, and whether a row filters by it and by top-p."""
-    top_k = tl.load(top_ks + slot)
-    return top_k, (top_k > 0) & (not greedy), (top_p < 1) & (not greedy)
 
 
 @triton.jit
@@ -74,8 +68,8 @@ def _bracket(
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
-    top_k, by_count, by_weight = _filters(top_ks, slot, top_p, greedy)
-    if greedy | (not (by_count | by_weight | (min_p > 0))):
+    top_k, by_count, by_weight, filtered = filters_of(top_ks, slot, top_p, min_p, greedy, vocab)
+    if not filtered:
         return
     lane = tl.arange(0, block_lanes)
     top, best = best_of(tops, row, blocks, block_lanes)
@@ -114,7 +108,7 @@ def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.conste
     amount = tl.where(by_count, 1.0, tl.exp(x - best))
     square = amount * amount
     share = tl.full((), _SAMPLE / vocab, tl.float64)
-    goal = tl.where(by_count, tl.minimum(top_k, vocab).to(tl.float64), (1 - top_p.to(tl.float64)) * total) * share
+    goal = tl.where(by_count, top_k.to(tl.float64), (1 - top_p.to(tl.float64)) * total) * share
     goal = goal.to(tl.float32)
     end = key_of(best) + 1
     # Of each end, a key that is known to be right (or stands for infinity), and one beyond it that is not.
@@ -122,12 +116,12 @@ def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.conste
     high, beyond_high = end, tl.full((), -1, tl.int64)
     for _ in range(_STEPS):
         middle, other = (low + beyond_low) >> 1, (high + beyond_high) >> 1
-        score, spread = _sampled(x, amount, square, score_of(tl.maximum(middle, 0)), by_count)
+        found, spread = _sampled(x, amount, square, score_of(tl.maximum(middle, 0)), by_count)
         heaviest = tl.exp(tl.minimum(score_of(tl.maximum(middle, 0)) - best, 0.0))
-        right = tl.where(by_count, score - spread >= goal, score + spread + _UNSEEN * heaviest <= goal)
+        right = tl.where(by_count, found * _LEAST - spread >= goal, found + spread + _UNSEEN * heaviest <= goal)
         low, beyond_low = tl.where(right, middle, low), tl.where(right, beyond_low, middle)
-        score, spread = _sampled(x, amount, square, score_of(tl.maximum(other, 0)), by_count)
-        right = tl.where(by_count, score + spread + _UNSEEN <= goal, score - spread > goal)
+        found, spread = _sampled(x, amount, square, score_of(tl.maximum(other, 0)), by_count)
+        right = tl.where(by_count, found + spread + _UNSEEN <= goal, found * _LEAST - spread > goal)
         high, beyond_high = tl.where(right, other, high), tl.where(right, beyond_high, other)
     lowest = tl.where(low < 0, float("-inf"), score_of(tl.maximum(low, 0)))
     highest = tl.where(high >= end, float("inf"), score_of(tl.maximum(high, 0)))
@@ -155,8 +149,8 @@ def _collect(
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
-    _, by_count, by_weight = _filters(top_ks, slot, top_p, greedy)
-    if greedy | (not (by_count | by_weight | (min_p > 0))):
+    filtered = filters_of(top_ks, slot, top_p, min_p, greedy, vocab)[3]
+    if not filtered:
         return
     low, high = tl.load(bounds + row * _BOUNDS).to(tl.float32), tl.load(bounds + row * _BOUNDS + 1).to(tl.float32)
     if low == float("inf"):
@@ -288,8 +282,8 @@ def _settle(
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
-    top_k, by_count, by_weight = _filters(top_ks, slot, top_p, greedy)
-    if greedy | (not (by_count | by_weight | (min_p > 0))):
+    top_k, by_count, by_weight, filtered = filters_of(top_ks, slot, top_p, min_p, greedy, vocab)
+    if not filtered:
         return
     bound = bounds + row * _BOUNDS
     low, best, total = tl.load(bound).to(tl.float32), tl.load(bound + 2).to(tl.float32), tl.load(bound + 3)
@@ -332,8 +326,8 @@ def _weigh(
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
-    _, by_count, by_weight = _filters(top_ks, slot, top_p, greedy)
-    if greedy | (not (by_count | by_weight | (min_p > 0))):
+    filtered = filters_of(top_ks, slot, top_p, min_p, greedy, vocab)[3]
+    if not filtered:
         return
     low, best = tl.load(bounds + row * _BOUNDS).to(tl.float32), tl.load(bounds + row * _BOUNDS + 2).to(tl.float32)
     if low == float("inf"):
@@ -387,7 +381,7 @@ def apply_filters(
     row = (logits, slots, floats, top_k)
     _bracket[(rows,)](*row, tops, sums, bounds, found, *sizes, lanes, early, num_warps=8, **options)
     collected = (bounds, found, lines, kept, weights)
-    _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, **options)
-    _settle[(rows,)](*row, *collected, thresholds, *sizes, lanes, early, num_warps=8, **options)
+    _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, maxnreg=64, **options)
+    _settle[(rows,)](*row, *collected, thresholds, *sizes, lanes, early, num_warps=8, maxnreg=128, **options)
     _weigh[(rows, blocks)](*row, *collected, thresholds, *sizes, block, early, num_warps=warps, **options)
     return Filtered(thresholds, weights, found)

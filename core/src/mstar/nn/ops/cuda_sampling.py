@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mstar.nn.ops import pdl
 from mstar.nn.ops.cuda_filters import apply_filters
-from mstar.nn.ops.cuda_sampling_rows import best_of, parameters, scores
+from mstar.nn.ops.cuda_sampling_rows import best_of, filters_of, parameters, scores
 
 __all__ = ["Summary", "sample", "summarise"]
 
@@ -99,7 +99,7 @@ def _choose(
     threshold = tl.full((), float("-inf"), tl.float32)
     held = tl.load(sums + row * blocks + lane, mask=lane < blocks, other=0) * tl.exp(top - best)
     if filters:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
-        if (tl.load(top_ks + slot) > 0) | (top_p < 1) | (min_p > 0):
+        if filters_of(top_ks, slot, top_p, min_p, greedy, vocab)[3]:
             threshold = tl.load(thresholds + row)
             held = tl.load(sums_filtered + row * blocks + lane, mask=lane < blocks, other=0)
     index, rest = _find(held.to(tl.float64), tl.load(uniforms + row))

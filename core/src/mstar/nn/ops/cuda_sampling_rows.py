@@ -5,7 +5,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["GREEDY", "INVERSE_TEMPERATURE", "MIN_P", "TOP_P", "best_of", "key_of", "parameters", "score_of", "scores"]
+__all__ = [
+    "GREEDY",
+    "INVERSE_TEMPERATURE",
+    "MIN_P",
+    "TOP_P",
+    "best_of",
+    "filters_of",
+    "key_of",
+    "parameters",
+    "score_of",
+    "scores",
+]
 
 # The columns of the slots' parameters that are read.
 INVERSE_TEMPERATURE, TOP_P, MIN_P, GREEDY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(6)
@@ -18,6 +29,14 @@ def parameters(slots, floats, row, columns: tl.constexpr):
     line = floats + slot * columns
     scale, top_p, min_p = tl.load(line + INVERSE_TEMPERATURE), tl.load(line + TOP_P), tl.load(line + MIN_P)
     return slot, scale, top_p, min_p, tl.load(line + GREEDY) != 0
+
+
+@triton.jit
+def filters_of(top_ks, slot, top_p, min_p, greedy, vocab: tl.constexpr):
+    """Top-k; whether a row filters by it, by top-p, and at all."""
+    top_k = tl.load(top_ks + slot)
+    by_count, by_weight = (top_k > 0) & (top_k < vocab) & (not greedy), (top_p < 1) & (not greedy)
+    return top_k, by_count, by_weight, by_count | by_weight | ((min_p > 0) & (not greedy))
 
 
 @triton.jit
