@@ -6,9 +6,12 @@ changes them the step makes its float32 copy first, as the sampler does. Two kin
 as a language model's do, *flat* are random numbers, of which top-p keeps a fifth of the vocabulary. ``copy_us`` is one
 copy of the logits by torch.
 
-    python benchmarks/gpu_sampling.py --out results.json
-    git show COMMIT:core/src/mstar/nn/ops/cuda_sampling.py > before.py   # up to b122d6d, which had edit and sample
-    python benchmarks/gpu_sampling.py --before before.py
+    python benchmarks/gpu_sampling.py --kernels --out results.json
+    python benchmarks/gpu_sampling.py --kinds equal --rows 1,200 --vocab 156940
+    git show b122d6d:core/src/mstar/nn/ops/cuda_sampling.py > /tmp/before.py   # the sixteen passes
+    python benchmarks/gpu_sampling.py --vocab 156940 --before /tmp/before.py
+
+Kernels are compiled for each vocabulary by a process of its own, all at once.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,6 +187,14 @@ def kernels(step: Step) -> dict[str, float]:
     return {name[:60]: round(spent[name], 1) for name in sorted(spent, key=spent.__getitem__, reverse=True)[:8]}
 
 
+def compile_all(vocabularies: Sequence[int], rest: Sequence[str]) -> None:
+    """Have processes of their own compile what each size needs; they leave it in Triton's cache."""
+    command = [sys.executable, __file__, "--check", "--rows", "1", "--kinds", "text", *rest]
+    children = [subprocess.Popen([*command, "--vocab", str(size)], stdout=subprocess.DEVNULL) for size in vocabularies]
+    if max([child.wait() for child in children]):
+        raise SystemExit("a check failed: --check says which")
+
+
 def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("sampling_before", path)
     assert spec is not None
@@ -210,6 +222,8 @@ def main() -> int:
         parser.error("this machine has no CUDA device")
     if options.pdl:
         pdl.use(True)
+    if not options.check:
+        compile_all(list(map(int, options.vocab.split(","))), ["--pdl"] if options.pdl else [])
     torch.manual_seed(7)
     before = None if options.before is None else load(options.before)
     results = []

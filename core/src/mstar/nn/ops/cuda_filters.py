@@ -106,7 +106,6 @@ def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.conste
     at = (piece * (vocab // _PIECE) // (_SAMPLE // _PIECE)) * _PIECE + tl.arange(0, _PIECE)[None, :]
     x = tl.load(line + at).to(tl.float32) * scale
     amount = tl.where(by_count, 1.0, tl.exp(x - best))
-    square = amount * amount
     share = tl.full((), _SAMPLE / vocab, tl.float64)
     goal = tl.where(by_count, top_k.to(tl.float64), (1 - top_p.to(tl.float64)) * total) * share
     goal = goal.to(tl.float32)
@@ -116,12 +115,12 @@ def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.conste
     high, beyond_high = end, tl.full((), -1, tl.int64)
     for _ in range(_STEPS):
         middle, other = (low + beyond_low) >> 1, (high + beyond_high) >> 1
-        found, spread = _sampled(x, amount, square, score_of(tl.maximum(middle, 0)), by_count)
-        heaviest = tl.exp(tl.minimum(score_of(tl.maximum(middle, 0)) - best, 0.0))
+        score = score_of(tl.maximum(middle, 0))
+        found, spread, found_high, spread_high = _sampled(x, amount, score, score_of(tl.maximum(other, 0)), by_count)
+        heaviest = tl.exp(tl.minimum(score - best, 0.0))
         right = tl.where(by_count, found * _LEAST - spread >= goal, found + spread + _UNSEEN * heaviest <= goal)
         low, beyond_low = tl.where(right, middle, low), tl.where(right, beyond_low, middle)
-        found, spread = _sampled(x, amount, square, score_of(tl.maximum(other, 0)), by_count)
-        right = tl.where(by_count, found + spread + _UNSEEN <= goal, found * _LEAST - spread > goal)
+        right = tl.where(by_count, found_high + spread_high + _UNSEEN <= goal, found_high * _LEAST - spread_high > goal)
         high, beyond_high = tl.where(right, other, high), tl.where(right, beyond_high, other)
     lowest = tl.where(low < 0, float("-inf"), score_of(tl.maximum(low, 0)))
     highest = tl.where(high >= end, float("inf"), score_of(tl.maximum(high, 0)))
@@ -130,12 +129,18 @@ def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.conste
 
 
 @triton.jit
-def _sampled(x, amount, square, score, by_count):
-    """The sum of the sample's amounts from *score* on (by count) or below it, and how far off it may be."""
-    chosen = (x >= score) == by_count
-    total = tl.sum(tl.sum(tl.where(chosen, amount, 0.0), 1), 0)
-    squares = tl.sum(tl.sum(tl.where(chosen, square, 0.0), 1), 0)
-    return total, _SURE * tl.sqrt(tl.maximum(squares - total * total / _SAMPLE, 0.0))
+def _sampled(x, amount, score, other, by_count):
+    """The sum of the sample's amounts from *score* on (by count) or below it, and how far off it may be; the same for
+    *other*. All sums are made at once: the threads wait for each other once."""
+    chosen = tl.where((x >= score) == by_count, amount, 0.0)
+    besides = tl.where((x >= other) == by_count, amount, 0.0)
+    sums = tl.join(tl.sum(chosen, 1), tl.sum(besides, 1))
+    squares = tl.join(tl.sum(chosen * chosen, 1), tl.sum(besides * besides, 1))
+    sums, squares = tl.split(tl.sum(tl.join(sums, squares), 0))
+    spreads = _SURE * tl.sqrt(tl.maximum(squares - sums * sums / _SAMPLE, 0.0))
+    found, found_other = tl.split(sums)
+    spread, spread_other = tl.split(spreads)
+    return found, spread, found_other, spread_other
 
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
