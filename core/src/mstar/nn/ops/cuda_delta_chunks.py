@@ -152,25 +152,27 @@ def _prepare(
     between = tl.where(earlier, tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], 0.0)), 0.0)
     dtype = solved.dtype.element_ty
     k_small = keys.to(dtype)
+    # The largest tiles one after the other, and none of them while the system is solved: all of them at once would not
+    # fit into the registers.
     place = (token * v_heads + head)[:, None]
-    # The largest tiles one after the other: all of them at once would not fit into the registers.
+    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
+    tl.store(left + number * v_heads + head, tl.exp(total))
+    dependent = (keys * (beta * tl.exp(decay))[:, None]).to(dtype)
+    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
+    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
+    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
+    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
+    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
     if count > 1:
         own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
         inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision)
     inverse = inverse.to(dtype)
+    w = tl.dot(inverse, dependent, input_precision=precision)
+    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
     values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
     u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
     tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
-    w = tl.dot(inverse, (keys * (beta * tl.exp(decay))[:, None]).to(dtype), input_precision=precision)
-    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
-    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
-    tl.store(left + number * v_heads + head, tl.exp(total))
-    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
-    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
-    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
-    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
-    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets", "first_chunks", "state_source", "state_target"])
