@@ -175,13 +175,31 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     way: dict[str, Any] = {"chunk": 64, "longer": True, "precision": "tf32x3"}
     gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
     prepared = _compile(
-        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **heads, **strides, **way
+        chunks._prepare,
+        gates + scratch,
+        "most:i32",
+        aligned=True,
+        group=2,
+        raw=True,
+        solving="tf32",
+        **heads,
+        **strides,
+        **way,
     )
     assert "wgmma" in prepared
     # Sizes that ptxas gets wrong with products of a warp group have none.
     small = {**heads, "key": 16, "value": 32, "warps": chunks.warps(16, 32)}
     assert "wgmma" not in _compile(
-        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **small, **strides, **way
+        chunks._prepare,
+        gates + scratch,
+        "most:i32",
+        aligned=True,
+        group=2,
+        raw=True,
+        solving="tf32",
+        **small,
+        **strides,
+        **way,
     )
     scan = (
         scratch.replace("table:i32", "offsets:i64")

@@ -82,7 +82,7 @@ def _tile(
     window_stride: tl.constexpr, channels: tl.constexpr, width: tl.constexpr, biased: tl.constexpr,
     together: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of *together* tokens, from the one that *number* says on."""
+    """The outputs of *together* tokens of any rows, from the one that *number* says on."""
     before: tl.constexpr = width - 1
     inside = (channel < channels)[None, :]
     token = number.to(tl.int64) * together + tl.arange(0, together)
@@ -107,6 +107,30 @@ def _tile(
     y = total / (1 + tl.exp(-total))
     place = out + token[:, None] * channels + channel[None, :]
     tl.store(place, y.to(out.dtype.element_ty), mask=real[:, None] & inside)
+
+
+@triton.jit
+def _stretch(
+    x, weight, bias, out, tokens, first, channel, stride: tl.constexpr, channels: tl.constexpr, width: tl.constexpr,
+    biased: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    """The same within one row and away from its begin: each input is read once."""
+    inside = channel < channels
+    inputs, weights = (), ()
+    for tap in tl.static_range(width):
+        weights += (tl.load(weight + channel * width + tap, mask=inside, other=0).to(tl.float32),)
+    for number in tl.static_range(width - 1 + together):
+        at = first + number - (width - 1)
+        inputs += (tl.load(x + at * stride + channel, mask=inside & (at < tokens), other=0),)
+    for number in tl.static_range(together):
+        total = tl.zeros(channel.shape, tl.float32)
+        if biased:
+            total += tl.load(bias + channel, mask=inside, other=0).to(tl.float32)
+        for tap in tl.static_range(width):
+            total += inputs[number + tap].to(tl.float32) * weights[tap]
+        y = total / (1 + tl.exp(-total))
+        place = out + (first + number) * channels + channel
+        tl.store(place, y.to(out.dtype.element_ty), mask=inside & (first + number < tokens))
 
 
 @triton.jit
@@ -140,10 +164,16 @@ def _conv(
     number = tl.program_id(0)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     if number < tiles:
-        _tile(
-            x, weight, bias, windows, source, row_of, offsets, out, tokens, number, channel, stride, window_stride,
-            channels, width, biased, together,
-        )  # fmt: skip
+        first = number.to(tl.int64) * together
+        own = tl.load(row_of + first)
+        one = tl.load(row_of + tl.minimum(first + together, tokens) - 1) == own
+        if one & (first - tl.load(offsets + own) >= width - 1):
+            _stretch(x, weight, bias, out, tokens, first, channel, stride, channels, width, biased, together)
+        else:
+            _tile(
+                x, weight, bias, windows, source, row_of, offsets, out, tokens, number, channel, stride, window_stride,
+                channels, width, biased, together,
+            )  # fmt: skip
     elif kept:
         row = number - tiles
         _next_window(x, windows, source, target, offsets, row, channel, stride, window_stride, channels, width)

@@ -34,6 +34,9 @@ _LARGE = 200 << 10
 """From here on the one after it too, so that fetching is not waited for."""
 _PRECISION = "tf32x3"
 """Of products of float32: three on tensor cores, nearly exact."""
+_ROUNDED = "tf32"
+"""Of those that solve a chunk's system where the solution is rounded to 16 bits anyway, and its keys were: what one on
+tensor cores rounds is a quarter of that (a tenth more of error where all keys are alike, none where they are not)."""
 
 
 def warps(key: int, value: int) -> int:
@@ -115,7 +118,8 @@ def _prepare(
     q, k, v, a, b, a_log, dt_bias, table, solved, reads, seeing, writes, within, left, most,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr,
     b_stride: tl.constexpr, group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, solving: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* w ``[K]``, *seeing*
     ``[K]`` queries for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
@@ -152,25 +156,27 @@ def _prepare(
     between = tl.where(earlier, tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], 0.0)), 0.0)
     dtype = solved.dtype.element_ty
     k_small = keys.to(dtype)
+    # The largest tiles one after the other, and none of them while the system is solved: all of them at once would not
+    # fit into the registers.
     place = (token * v_heads + head)[:, None]
-    # The largest tiles one after the other: all of them at once would not fit into the registers.
+    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
+    tl.store(left + number * v_heads + head, tl.exp(total))
+    dependent = (keys * (beta * tl.exp(decay))[:, None]).to(dtype)
+    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
+    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
+    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
+    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
+    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
     if count > 1:
         own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
-        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision)
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, solving)
     inverse = inverse.to(dtype)
+    w = tl.dot(inverse, dependent, input_precision=precision)
+    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
     values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
     u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
     tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
-    w = tl.dot(inverse, (keys * (beta * tl.exp(decay))[:, None]).to(dtype), input_precision=precision)
-    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
-    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
-    tl.store(left + number * v_heads + head, tl.exp(total))
-    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
-    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
-    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
-    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
-    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets", "first_chunks", "state_source", "state_target"])
@@ -256,7 +262,8 @@ def rule(
         _prepare[(most, v_heads)](
             q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
-            a_log is not None, longer, _PRECISION, pdl.enabled(), num_warps=warps(key, value), **pdl.options(),
+            a_log is not None, longer, _PRECISION, _PRECISION if v.dtype is torch.float32 else _ROUNDED, pdl.enabled(),
+            num_warps=warps(key, value), **pdl.options(),
         )  # fmt: skip
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target
