@@ -18,6 +18,8 @@ __all__ = ["normal"]
 
 _GROUP = 16
 """Numbers that are made of as many uniform ones at a time: the cosines of eight pairs, then the sines."""
+_AT_ONCE = 1 << 16
+"""So many numbers are made at a time: what is between stays in the cache, and nothing large is allocated."""
 
 
 def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
@@ -32,10 +34,12 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     engine = np.random.RandomState(seed & 0xFFFFFFFF)  # the same engine, seeded in the same way
     made = np.empty(size, np.float32)
     whole = size // _GROUP * _GROUP
-    numbers = _uniform(engine, size)
-    _pairs(numbers[:whole], made[:whole])
+    for begin in range(0, whole, _AT_ONCE):
+        part = made[begin : min(begin + _AT_ONCE, whole)]
+        _pairs(_uniform(engine, len(part)), part)
     if size != whole:
         # the last group overlaps the one before and is drawn anew
+        _uniform(engine, size - whole)
         _pairs(_uniform(engine, _GROUP), made[size - _GROUP :])
     return made.reshape(shape)
 
