@@ -34,31 +34,26 @@ def _edit(
     if (chosen == 0) & (history == 0):
         return
     group = tl.program_id(1) * (block // _GROUP) + tl.arange(0, block // _GROUP)
-    seen = tl.zeros((block // _GROUP,), tl.int32)
-    if history != 0:
-        seen = tl.load(flags + history * groups + group, mask=group < groups, other=0).to(tl.int32)
-    any_seen = tl.max(seen, 0) != 0
-    if (chosen == 0) & (not any_seen):
-        return
     at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     inside = at < vocab
-    allowed = inside
+    if history != 0:
+        seen = tl.load(flags + history * groups + group, mask=group < groups, other=0)
+        if tl.max(seen.to(tl.int32), 0) != 0:
+            # Whole groups, which are read and written as such.
+            read = inside & (seen != 0)[:, None]
+            mark = tl.load(marks + history * vocab + at, mask=read, other=0)
+            x = tl.load(scores + row * stride + at, mask=read, other=0.0)
+            line = floats + tl.load(slots + row) * columns
+            factor = tl.load(line + REPETITION)
+            frequency, presence = tl.load(line + FREQUENCY), tl.load(line + PRESENCE)
+            count = (mark & _COUNT).to(tl.float32)
+            x = tl.where(mark != 0, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+            x = x - frequency * count - tl.where(count > 0, presence, 0.0)
+            tl.store(scores + row * stride + at, x, mask=read)
     if chosen != 0:
-        word = tl.load(words + (chosen - 1) * width + at // 32, mask=inside, other=0)
-        allowed = inside & (((word >> (at % 32)) & 1) != 0)
-        tl.store(scores + row * stride + at, float("-inf"), mask=inside & (allowed == 0))
-    if any_seen:
-        read = allowed & (seen[:, None] != 0)
-        mark = tl.load(marks + history * vocab + at, mask=read, other=0)
-        changed = mark != 0
-        x = tl.load(scores + row * stride + at, mask=changed, other=0.0)
-        line = floats + tl.load(slots + row) * columns
-        factor = tl.load(line + REPETITION)
-        frequency, presence = tl.load(line + FREQUENCY), tl.load(line + PRESENCE)
-        count = (mark & _COUNT).to(tl.float32)
-        x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
-        x = x - frequency * count - tl.where(count > 0, presence, 0.0)
-        tl.store(scores + row * stride + at, x, mask=changed)
+        tl.debug_barrier()  # another thread may have written a forbidden token's score
+        word = tl.load(words + (chosen - 1) * width + at // 32, mask=inside, other=-1)
+        tl.store(scores + row * stride + at, float("-inf"), mask=((word >> (at % 32)) & 1) == 0)
 
 
 def edit(
