@@ -114,13 +114,14 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "st.global" not in line.partition("bar.sync")[2]
 
 
-def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: bool) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from mstar.nn.ops import cuda_edits, cuda_sampling
     from mstar.nn.ops import cuda_filters as filters
+    from mstar.nn.ops import cuda_sampling
 
-    rows = "logits:bf16 slots:i64 floats:fp32 "
-    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "early": True}
+    rows = "logits:bf16 slots:i64 floats:fp32 which:i64 words:i32 histories:i64 marks:i32 flags:u8 "
+    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "changed": changed}
     block, lanes = {"block": 4096}, {"block_lanes": 4}
     blocks = "tops:fp32 sums:fp32 places:i32 "
     assert _compile(cuda_sampling._summarise, rows + blocks, **sizes, **block)
@@ -132,9 +133,6 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     assert _compile(filters._collect, kept, warps=8, **sizes, **block)
     assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
     assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
-    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32 flags:u8"
-    del sizes["blocks"]
-    assert _compile(cuda_edits._edit, edited, width=282, groups=1125, **sizes, **block)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
-    from mstar.nn.ops import cuda, cuda_edits, cuda_sampling, reference
+    from mstar.nn.ops import cuda, cuda_sampling, reference
 
     on_cuda: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
     elsewhere: Any = SimpleNamespace(is_cpu=False, is_cuda=False)
@@ -305,8 +303,6 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
-    assert ops.fused_edit(torch.device("cuda")) is cuda_edits.edit
-    assert ops.fused_edit(torch.device("cpu")) is None
 
 
 def test_without_triton_torch_serves() -> None:
