@@ -162,7 +162,7 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     assert _compile(delta._conv, rows, "tokens:i32", biased=True, kept=True, **sizes)
     norm = {"stride": 512, "gate_stride": 1536, "heads": 4, "size": 128, "group": 8, "block": 128}
     assert _compile(delta._gated_rms_norm, "x:bf16 gate:bf16 weight:bf16 out:bf16", "eps:fp32", **norm)
-    scratch = "solved:bf16 reads:bf16 seeing:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
+    scratch = "solved:bf16 reads:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
     strides = {"q_stride": 1024, "k_stride": 1024, "v_stride": 1024, "a_stride": 1536, "b_stride": 1536}
     way: dict[str, Any] = {"chunk": 64, "longer": True, "precision": "tf32x3"}
     gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
