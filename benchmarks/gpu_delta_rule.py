@@ -3,7 +3,7 @@
 First outputs and states of captured steps, replayed with other rows in other places, are compared with the recurrence
 in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own:
 decoding beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three
-minutes. ``sweep`` tries other ways to take a matrix through a decoding step's program, in less than one.
+minutes. ``sweep`` tries other ways to divide a decoding step's matrices, in half of one.
 
     python benchmarks/gpu_delta_rule.py --out gpu_delta_rule.json
     python benchmarks/gpu_delta_rule.py --parts check        # no timings
@@ -46,22 +46,17 @@ PROMPTS = (256, 1024, 4096, 16384)
 MIXED = ((1, 512), (32, 512), (64, 2048))
 """Rows that decode, tokens of a prompt beside them."""
 PARTS = ("check", "decode", "prompts")
-SWEPT = (1, 8, 16, 32, 64, 128)
+SWEPT = (1, 8, 32, 64, 128)
 """Rows that are swept, with 16 heads of keys and 32 of values (4B and 9B) in as many layers as these have."""
 SWEPT_LAYERS = 24
 WAYS = (
-    Way(128, 4),
-    Way(128, 4, ahead=True),
-    Way(128, 8, once=True, ahead=True),
-    Way(64, 4, 2, ahead=True),
-    Way(64, 8, 2, once=True, ahead=True),
-    Way(32, 4, 1, ahead=True),
-    Way(32, 4, 3),
-    Way(32, 4, 3, ahead=True),
-    Way(32, 4, 3, once=True, ahead=True),
-    Way(32, 4, 4),
-    Way(32, 4, 4, once=True, ahead=True),
-    Way(32, 2, 3, ahead=True),
+    Way(4),
+    Way(4, groups=4),
+    Way(4, groups=4, registers=168),
+    Way(4, resident=1, stages=3),
+    Way(4, groups=4, resident=1, stages=3),
+    Way(4, resident=2, stages=2),
+    Way(4, groups=4, resident=2, stages=2),
 )
 LIMITS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """Largest error, of the largest value. Factors of the products within chunks are rounded to the dtype."""
@@ -270,7 +265,7 @@ def sweep(bandwidth: float) -> list[dict[str, Any]]:
         way: {**way._asdict(), "error": error, "fault": fault, "right": error <= LIMITS[DTYPE]}
         for way, (error, fault) in tried.items()
     }
-    copied: dict[str, Any] = {"columns": "copying", "right": True}
+    copied: dict[str, Any] = {"warps": "copying", "right": True}
     for rows in SWEPT:
         layers, spans = Layers(*HEADS["4B"], rows, rows, layers=SWEPT_LAYERS), spans_of([1] * rows)
         copied[str(rows)] = layers.step_bytes / bandwidth * 1e6
