@@ -24,10 +24,8 @@ from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
 __all__ = ["gates", "rule", "takes", "takes_rows", "warps"]
 
 _SIZES = (16, 32, 64, 128)
-_COLUMNS = 32
-"""Columns of a matrix that one program takes through a row's chunks."""
-
-
+_COLUMNS, _SCANNING = 32, 4
+"""Columns of a matrix that one program takes through a row's chunks, and its warps, for sizes that models have."""
 _AMPLE = 160 << 10
 """Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
 _LARGE = 200 << 10
@@ -271,6 +269,7 @@ def rule(
         _scan[(spans.rows, v_heads, value // columns)](
             solved, reads, writes, within, left, spans.offsets, spans.first_chunks, state.pool, state.source,
             target, out, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, longer,
-            _PRECISION, pdl.enabled(), num_warps=warps(key, value), num_stages=stages, **pdl.options(),
+            _PRECISION, pdl.enabled(), num_warps=_SCANNING if warps(key, value) == 4 else warps(key, value),
+            num_stages=stages, **pdl.options(),
         )  # fmt: skip
     return out
