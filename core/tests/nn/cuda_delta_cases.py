@@ -163,20 +163,24 @@ def test_the_rule_by_itself(lengths: list[int]) -> None:
     close(state.pool, exact_state.pool, 2e-5)
 
 
-def test_keys_that_repeat_stay_finite() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "key", "value", "limit"), [(torch.float32, 32, 16, 1e-4), (torch.bfloat16, 128, 128, 1e-1)]
+)
+def test_keys_that_repeat_stay_finite(dtype: torch.dtype, key: int, value: int, limit: float) -> None:
     """The triangular system of equal keys has powers that no float32 holds."""
-    k = draw(1, K_HEADS, 32).expand(64, -1, -1).contiguous()
+    k = draw(1, K_HEADS, key, dtype=dtype).expand(64, -1, -1).contiguous()
     v, g, beta = (
-        draw(64, V_HEADS, 16),
+        draw(64, V_HEADS, value, dtype=dtype),
         torch.full((64, V_HEADS), -1e-4, device=DEVICE),
         torch.ones(64, V_HEADS, device=DEVICE),
     )
     spans = Spans(torch.tensor([0, 64], device=DEVICE), 64)
-    state = slots(1, V_HEADS, 32, 16)
+    state = slots(1, V_HEADS, key, value)
     exact_state = state._replace(pool=state.pool.clone())
     got = cuda_delta.gated_delta_rule(k, k, v, g, beta, spans, state)
-    close(got, delta_reference.gated_delta_rule(k, k, v, g, beta, spans, exact_state), 1e-4)
-    close(state.pool, exact_state.pool, 1e-4)
+    exact = delta_reference.gated_delta_rule(k.float(), k.float(), v.float(), g, beta, spans, exact_state)
+    close(got, exact, limit)
+    close(state.pool, exact_state.pool, limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
