@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def prefill(ours: Ours, floors: dict[str, Any], repeats: int, device: str) -> li
         }
         print(f"  prefill {tokens}: {seconds * 1e3:.1f} ms, {share:.0%} of the rate of a product", flush=True)
         if device != "cpu":
-            row["timeline"] = profile_steps(partial(asks, tokens), 1, 3)
+            row["timeline"] = profile_steps(partial(asks, tokens), 1, 2)
             show_timeline(row["timeline"])
         rows.append(row)
     return rows
@@ -291,9 +292,10 @@ def peer(shape: HybridShape, folder: Path, device: str, dtype: torch.dtype) -> l
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
-def measure(name: str, words: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill *result* with what is found of shape *name*; *save* writes it after each part."""
-    shape = SHAPES[name]
+def measure(
+    name: str, shape: HybridShape, words: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Fill *result* with what is found of *shape*; *save* writes it after each part. The tower is that of shape *name*."""
     device = words.device
     dtype, small = (torch.float32, True) if device == "cpu" else (torch.bfloat16, False)
     with tempfile.TemporaryDirectory() as scratch:
@@ -356,6 +358,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", help="of decode and peer, instead of the shape's")
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args(given)
     words.parts = words.parts.split(",")
@@ -364,8 +367,11 @@ def main(given: Sequence[str] | None = None) -> int:
     for name in words.shapes.split(","):
         print(name, flush=True)
         found = result["shapes"].setdefault(name, {})
+        shape = SHAPES[name]
+        if words.batches:
+            shape = replace(shape, batches=tuple(map(int, words.batches.split(","))))
         with contextlib.suppress(KeyboardInterrupt):
-            measure(name, words, found, lambda: write(words.out, result))
+            measure(name, shape, words, found, lambda: write(words.out, result))
     write(words.out, result)
     for name, found in result["shapes"].items():
         columns = ("batch", "step_ms", "floor_ms", "over_floor", "tokens_per_s", "idle_share")
