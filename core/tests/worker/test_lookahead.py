@@ -112,7 +112,7 @@ def test_rows_that_go_on_are_offered_together_and_priorities_apart() -> None:
     drive.assert_empty()
 
 
-def test_who_is_cancelled_is_left_out_of_the_step_that_was_offered() -> None:
+def test_who_is_cancelled_is_left_out_of_the_step_that_was_offered(caplog: pytest.LogCaptureFixture) -> None:
     mini, drive = driver("mini_chat")
     asked = examples(mini, 5)
     for name, example in asked.items():
@@ -126,10 +126,11 @@ def test_who_is_cancelled_is_left_out_of_the_step_that_was_offered() -> None:
             for stream, want in mini.expected(example).items():
                 assert decode(drive.result(name).get(stream, [])) == want
     assert isinstance(drive.ended["r2"], Done)
+    assert not caplog.records  # no step has failed
     drive.assert_empty()
 
 
-def test_all_of_a_cohort_may_end_before_its_step() -> None:
+def test_all_of_a_cohort_may_end_before_its_step(caplog: pytest.LogCaptureFixture) -> None:
     mini, drive = driver("mini_chat")
     asked = examples(mini, 3)
     for name, example in asked.items():
@@ -141,6 +142,7 @@ def test_all_of_a_cohort_may_end_before_its_step() -> None:
         drive.cancel(name)
     drive.run()
     assert drive.worker.scheduler.idle
+    assert not caplog.records
     drive.assert_empty()
 
 
