@@ -467,3 +467,53 @@ def test_a_cohort_can_be_dropped():
     s.drop(whole_cohort)
     assert s.idle
     assert step(s) is None
+
+
+# --- many decodes: new calls have steps of their own ------------------------------------------------------------
+def test_beside_many_decodes_prompts_have_steps_of_their_own_in_turn():
+    s = scheduler(decode("a"), decode("b"), max_mixed_rows=1, max_step_tokens=10)
+    s.ready(prefill("p", 15))
+    steps = []
+    for _ in range(4):
+        batch = s.next(0.0)
+        steps.append([(i.request, n) for i, n in zip(batch.items, batch.tokens, strict=True)])
+        advance(s, batch)
+        for item in batch.items:
+            if item.decode:
+                s.ready(item)
+    assert steps == [[("p", 10)], [("a", 1), ("b", 1)], [("p", 5)], [("a", 1), ("b", 1)]]
+
+
+def test_beside_few_decodes_prompts_share_their_step():
+    s = scheduler(decode("a"), decode("b"), prefill("p", 5), whole("w"), max_mixed_rows=2)
+    assert step(s) == [("a", 1), ("b", 1), ("p", 5), ("w", 1)]
+
+
+def test_a_cohort_counts_with_its_rows_and_stays_whole_beside_a_prompt_of_many_steps():
+    s = scheduler(cohort(decode("a"), decode("b")), prefill("p", 100), max_mixed_rows=1, max_step_tokens=10)
+    batch = s.next(0.0)
+    assert [i.request for i in batch.items] == ["p"]
+    advance(s, batch)
+    assert step(s) == [("", 2)]
+
+
+def test_an_urgent_prompt_does_not_keep_many_decodes_from_their_turn():
+    s = scheduler(max_mixed_rows=1, max_step_rows=2)
+    for name in "abcd":
+        s.ready(decode(name, deadline=50.0))
+    for name in "pqrs":
+        s.ready(prefill(name, 5, deadline=0.0))
+    assert [step(s, now=1.0) for _ in range(4)] == [
+        [("p", 5), ("q", 5)],
+        [("a", 1), ("b", 1)],
+        [("r", 5), ("s", 5)],
+        [("c", 1), ("d", 1)],
+    ]
+
+
+def test_cancelled_prompts_leave_the_step_to_the_decodes():
+    p = prefill("p", 5)
+    s = scheduler(decode("a"), decode("b"), p, max_mixed_rows=1)
+    p.cancelled = True
+    assert step(s) == [("a", 1), ("b", 1)]
+    assert s.idle

@@ -87,9 +87,13 @@ class Worker:
         self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped)
         self.admission = Admission(built.model, built.plan, self.resources, self.sessions, self.ranks)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
-        step_tokens = deployment.scheduler.step_tokens(built.device.type)
+        device = built.device.type
+        sizes = {
+            "max_step_tokens": deployment.scheduler.step_tokens(device),
+            "max_mixed_rows": deployment.scheduler.mixed_rows(device),
+        }
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler.model_copy(update={"max_step_tokens": step_tokens}),
+            deployment.scheduler.model_copy(update=sizes),
             group_limits=lambda group: limits.get(group[0]),
         )
         self.engine = equip(built, config, registry, self._owner, self._step_done)
@@ -380,13 +384,14 @@ class Worker:
         return flights
 
     def _launched(self, flight: Flight, now: float) -> None:
+        if flight.failure is not None:
+            for w in flight.work:  # the scheduler has it no more: if it should not have been, there is nothing to drop
+                w.call.flight = flight
+            return
         rows, began = len(flight.work), now - (time.perf_counter() - flight.began)
         for index, w in enumerate(flight.work):
             call = w.call
-            call.flight = flight
-            if flight.failure is not None:
-                continue  # the scheduler has it no more: if it should not have been, there is nothing to drop there
-            call.index = index
+            call.flight, call.index = flight, index
             if w.again and not call.run.request.profile:  # nobody waits for it but its request
                 call.done = call.chunks = 1
             else:
@@ -414,40 +419,48 @@ class Worker:
         return results
 
     def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
-        work = flight.work
-        # Those that have ended, and those whose step should not have been, have nothing to learn or to go on with.
-        going = [i for i, w in enumerate(work) if not (w.call.run.over or w.call.dropped)]
-        computed = [i for i in going if isinstance(results[i], RowResult)]
-        told = self.engine.learn(flight, computed)
-        if self.ranks is not None:
-            for index, ids in told:
-                call = work[index].call
-                for resource in flight.learners:
-                    owner = self._owner_of(self._live[call.run.request.id], resource.name, call)
-                    self.ranks.learn(resource.name, owner, ids)
-        for index in going:
-            self._route_row(work[index], results[index])
-        for w in work:  # a step's outputs go with the last who needs them, not with the garbage collector
-            if w.call.flight is flight:
-                w.call.flight = None
+        if flight.unknown:
+            self._learn(flight, results)
+        for w, result in zip(flight.work, results, strict=True):
+            call = w.call
+            if call.run.over or call.dropped:
+                continue  # it has ended, or this step should not have been
+            if isinstance(result, RowResult):
+                self._go_on(w, call, result)
+            else:
+                self._fail(self._live[call.run.request.id], result)
+        for w in flight.work:  # a step's outputs go with the last who needs them, not with the garbage collector
+            call = w.call
+            if call.flight is flight:
+                call.flight = None
         self.trace.routed(flight)
 
-    def _route_row(self, w: Work, result: RowResult | Exception) -> None:
-        call = w.call
-        run = call.run
-        if run.over:
-            return  # what another row of the step came to has ended it
-        if isinstance(result, Exception):
-            self._fail(self._live[run.request.id], result)
+    def _learn(self, flight: Flight, results: list[RowResult | Exception]) -> None:
+        """Tell the resources ids that were not known when *flight* was launched, of the rows that go on."""
+        calls = [w.call for w in flight.work]
+        going = [
+            i
+            for i in flight.unknown
+            if isinstance(results[i], RowResult) and not (calls[i].run.over or calls[i].dropped)
+        ]
+        told = self.engine.learn(flight, going)
+        if self.ranks is None:
             return
+        for index, ids in told:
+            live = self._live[calls[index].run.request.id]
+            for resource in flight.learners:
+                self.ranks.learn(resource.name, self._owner_of(live, resource.name, calls[index]), ids)
+
+    def _go_on(self, w: Work, call: CallRun, result: RowResult) -> None:
+        run, outputs = call.run, result.outputs
         if run.request.profile and (profile := self._live[run.request.id].profile) is not None:
             profile.landed(call.op.call.node, call.op.entry.name)
         if not w.complete:
             return
-        outputs = result.outputs
         assert outputs is not None
         try:
-            run.complete(call, outputs, result.logprobs)
+            if call.again is None or not call.again.round(call, outputs):
+                run.complete(call, outputs, result.logprobs)
             if run.ready or run.void or run.taken_back or run.finished:
                 self._collect(self._live[run.request.id])
         except Exception as error:
