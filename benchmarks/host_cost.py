@@ -9,7 +9,8 @@ does beside a GPU. Their calls are left out. It is CPU time of the thread, so th
 count. Listeners are out of step with each other, as they are after a while. The worker's clock is one that the
 benchmark advances by ``--step-ms`` a step, so that the scheduler chooses the same steps on any machine. A fixed piece
 of plain Python runs between the steps: a machine's speed changes while others use it, and host time in such yardsticks
-stays the same. What only a GPU has (its calls, plans of its kernels) is not seen.
+stays about the same. The bytecodes of some further steps are counted; their number is the same everywhere. What only a
+GPU has (its calls, plans of its kernels) is not seen.
 
 Before, the loop is checked: with look-ahead a few listeners must hear what they hear without it.
 """
@@ -19,12 +20,14 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -47,6 +50,8 @@ LONG, SHORT = 30.0, 4.0
 """Seconds of sound: of answers that go on for as long as is measured, and of those that end meanwhile."""
 CONTEXT = 3072
 """Tokens that there is room for, for each listener."""
+COUNTED = 8
+"""Steps of the language model whose bytecodes are counted, those of the codec between them included."""
 
 
 def yardstick() -> float:
@@ -70,6 +75,14 @@ class Standin(EagerRunner):
         self._sound: dict[int, Tensor] = {}  # of one window, by its codes
 
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        tracer = sys.gettrace()
+        sys.settrace(None)  # what it does is not the host's
+        try:
+            return self._run(node, entry, step, inputs)
+        finally:
+            sys.settrace(tracer)
+
+    def _run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         if "ids" in inputs:
             place = (inputs["ids"][step.last] - self._first).div(self._codes, rounding_mode="floor")
             place = torch.where((place < 0) | (place >= FRAME - 1), 0, place + 1)
@@ -78,6 +91,25 @@ class Standin(EagerRunner):
         if size not in self._sound:
             self._sound[size] = super().run(node, entry, step, inputs)["samples"][:1].zero_()
         return {"samples": self._sound[size].expand(len(inputs["codes"]), -1)}
+
+
+class Bytecodes:
+    """Counts what the interpreter executes for the worker."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, step: Callable[[], object]) -> None:
+        sys.settrace(self._seen)
+        try:
+            step()
+        finally:
+            sys.settrace(None)
+
+    def _seen(self, frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.count += event == "opcode"
+        return self._seen
 
 
 class Spent(Trace):
@@ -217,8 +249,14 @@ def measure(scratch: Path, rows: int, steps: int, step_s: float, ending: bool) -
             turn()
             sticks.append(yardstick())
         gc.unfreeze()
+        parts, timed, timed_rows = dict(spent.seconds), dict(spent.steps), dict(spent.rows)
+        codes, before = Bytecodes(), spent.steps["lm"]
+        while spent.steps["lm"] < before + COUNTED:
+            codes.of(speaker.worker.step)
+            speaker.take()
+            clock.now += step_s
+        counted_rows = spent.rows["lm"] - timed_rows["lm"]
         speaker.cancel_all()
-    steps_made, parts = dict(spent.steps), dict(spent.seconds)
     model, plan = parts.pop("model"), parts.pop("plan")
     assert model > 0
     assert abs(plan) < 1e-6  # each was followed by a launch
@@ -227,16 +265,17 @@ def measure(scratch: Path, rows: int, steps: int, step_s: float, ending: bool) -
     return {
         "rows": rows,
         "ending": ending,
-        "row_us": 1e6 * total / spent.rows["lm"],
+        "row_us": 1e6 * total / timed_rows["lm"],
+        "row_bytecodes": codes.count / counted_rows,
         "yardstick_us": 1e6 * stick,
-        "row_sticks": total / spent.rows["lm"] / stick,
-        "step_ms": 1e3 * total / steps_made["lm"],
-        "codec_row_us": 1e6 * codec / spent.rows["codec"],
-        "codec_step_ms": 1e3 * codec / steps_made["codec"],
-        "steps": steps_made,
-        "codec_rows": spent.rows["codec"] / steps_made["codec"],
+        "row_sticks": total / timed_rows["lm"] / stick,
+        "step_ms": 1e3 * total / timed["lm"],
+        "codec_row_us": 1e6 * codec / timed_rows["codec"],
+        "codec_step_ms": 1e3 * codec / timed["codec"],
+        "steps": timed,
+        "codec_rows": timed_rows["codec"] / timed["codec"],
         "parts_us": {
-            name.removesuffix(" lm"): 1e6 * seconds / spent.rows["lm"]
+            name.removesuffix(" lm"): 1e6 * seconds / timed_rows["lm"]
             for name, seconds in sorted(parts.items(), key=lambda item: -item[1])
         },
     }
@@ -263,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words.out is not None:
         write(words.out, result)
     found = [{**row, **row["parts_us"]} for row in result["rows"]]
-    columns = ("rows", "row_us", "yardstick_us", "row_sticks", "step_ms", "codec_row_us", "codec_rows")
+    columns = ("rows", "row_us", "row_bytecodes", "row_sticks", "step_ms", "codec_row_us", "codec_rows")
     table("host: a row of a step of the language model, of the codec", found, columns)
     table("µs of a row of the language model by part", found, ("rows", *result["rows"][0]["parts_us"]))
 

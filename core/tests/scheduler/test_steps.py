@@ -392,3 +392,128 @@ def test_forgotten_deadlines_are_not_kept_for_ever():
         s.forget(str(n))
     assert len(s._deadlines._heap) < 50
     assert len(s._groups[LM].deadlines._heap) < 50
+
+
+# --- cohorts: items that stand for calls of several requests ------------------------------------
+def cohort(*items, **kw):
+    due = [item.deadline for item in items if item.deadline is not None]
+    return Item(
+        "",
+        kw.pop("group", LM),
+        len(items),
+        decode=True,
+        deadline=min(due, default=None),
+        rows=len(items),
+        apart=lambda: [item for item in items if not item.cancelled],
+        **kw,
+    )
+
+
+def test_a_cohort_is_one_item_of_as_many_rows_as_it_stands_for():
+    s = scheduler(cohort(decode("a"), decode("b"), decode("c")), prefill("p", 20), max_step_rows=4, max_step_tokens=23)
+    batch = s.next(0.0)
+    assert [(i.request, i.rows, n) for i, n in zip(batch.items, batch.tokens, strict=True)] == [
+        ("", 3, 3),
+        ("p", 1, 20),
+    ]
+    assert s.idle
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 100), (100, 2)])
+def test_a_cohort_that_does_not_fit_is_taken_apart(rows, tokens):
+    s = scheduler(cohort(decode("a"), decode("b"), decode("c")), max_step_rows=rows, max_step_tokens=tokens)
+    assert step(s) == [("a", 1), ("b", 1)]
+    assert step(s) == [("c", 1)]
+    assert s.idle
+
+
+def test_a_cohort_over_its_groups_own_limit_is_taken_apart():
+    s = scheduler(cohort(decode("a"), decode("b")), limits={LM: 1})
+    assert [step(s), step(s), step(s)] == [[("a", 1)], [("b", 1)], None]
+
+
+def test_where_not_all_fits_deadlines_decide_row_by_row():
+    members = (decode("late", deadline=90.0), decode("soon", deadline=1.0))
+    s = scheduler(cohort(*members), decode("sooner", deadline=0.5), max_step_rows=2)
+    assert step(s, now=1.0) == [("sooner", 1), ("soon", 1)]
+    assert step(s, now=1.0) == [("late", 1)]
+
+
+def test_who_has_ended_is_not_among_the_items_of_a_cohort_taken_apart():
+    a, b, c = decode("a"), decode("b"), decode("c")
+    s = scheduler(cohort(a, b, c), max_step_rows=2)
+    b.cancelled = True
+    assert step(s) == [("a", 1), ("c", 1)]
+    assert s.idle
+
+
+def test_an_item_of_a_cohort_that_was_taken_apart_goes_with_its_request():
+    s = scheduler(cohort(decode("a"), decode("b"), decode("c")), max_step_rows=1)
+    assert step(s) == [("a", 1)]
+    s.forget("b")
+    assert step(s) == [("c", 1)]
+    assert s.idle
+
+
+def test_a_cohort_keeps_its_turn_and_its_deadline_calls_it_out_of_turn():
+    s = scheduler(whole("w", group=CODEC), cohort(decode("a", deadline=0.0), decode("b", deadline=9.0)))
+    assert step(s, now=5.0) == [("", 2)]
+    assert step(s, now=5.0) == [("w", 1)]
+
+
+def test_a_cohort_can_be_dropped():
+    whole_cohort = cohort(decode("a"), decode("b"))
+    s = scheduler(whole_cohort)
+    s.drop(whole_cohort)
+    assert s.idle
+    assert step(s) is None
+
+
+# --- many decodes: new calls have steps of their own ------------------------------------------------------------
+def test_beside_many_decodes_prompts_have_steps_of_their_own_in_turn():
+    s = scheduler(decode("a"), decode("b"), max_mixed_rows=1, max_step_tokens=10)
+    s.ready(prefill("p", 15))
+    steps = []
+    for _ in range(4):
+        batch = s.next(0.0)
+        steps.append([(i.request, n) for i, n in zip(batch.items, batch.tokens, strict=True)])
+        advance(s, batch)
+        for item in batch.items:
+            if item.decode:
+                s.ready(item)
+    assert steps == [[("p", 10)], [("a", 1), ("b", 1)], [("p", 5)], [("a", 1), ("b", 1)]]
+
+
+def test_beside_few_decodes_prompts_share_their_step():
+    s = scheduler(decode("a"), decode("b"), prefill("p", 5), whole("w"), max_mixed_rows=2)
+    assert step(s) == [("a", 1), ("b", 1), ("p", 5), ("w", 1)]
+
+
+def test_a_cohort_counts_with_its_rows_and_stays_whole_beside_a_prompt_of_many_steps():
+    s = scheduler(cohort(decode("a"), decode("b")), prefill("p", 100), max_mixed_rows=1, max_step_tokens=10)
+    batch = s.next(0.0)
+    assert [i.request for i in batch.items] == ["p"]
+    advance(s, batch)
+    assert step(s) == [("", 2)]
+
+
+def test_an_urgent_prompt_does_not_keep_many_decodes_from_their_turn():
+    s = scheduler(max_mixed_rows=1, max_step_rows=2)
+    for name in "abcd":
+        s.ready(decode(name, deadline=50.0))
+    for name in "pqrs":
+        s.ready(prefill(name, 5, deadline=0.0))
+    assert [step(s, now=1.0) for _ in range(4)] == [
+        [("p", 5), ("q", 5)],
+        [("a", 1), ("b", 1)],
+        [("r", 5), ("s", 5)],
+        [("c", 1), ("d", 1)],
+    ]
+
+
+def test_cancelled_prompts_leave_the_step_to_the_decodes():
+    p = prefill("p", 5)
+    s = scheduler(decode("a"), decode("b"), p, max_mixed_rows=1)
+    p.cancelled = True
+    assert step(s) == [("a", 1), ("b", 1)]
+    assert s.idle

@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mstar.engine.engine import Engine, Flight
 from mstar.engine.step import RowResult, Work
+from mstar.scheduler.base import Item
+from mstar.spec.request import Done
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import Example, Miniature, miniature
 from mstar.testing.miniatures.common import decode
@@ -86,6 +89,82 @@ def test_the_scheduler_is_not_asked_while_nothing_changes() -> None:
         drive.submit(name, example)
     drive.run()
     assert len(ready) < drive.worker.engine.steps * 4 / 2
+    drive.assert_empty()
+
+
+def test_rows_that_go_on_are_offered_together_and_priorities_apart() -> None:
+    mini, drive = driver("mini_chat")
+    rows: list[tuple[int, int]] = []
+    plain = drive.worker.scheduler.ready
+
+    def noted(item: Item) -> None:
+        rows.append((item.rows, item.priority))
+        plain(item)
+
+    drive.worker.scheduler.ready = noted  # type: ignore[method-assign]
+    asked = examples(mini, 7)
+    for number, (name, example) in enumerate(asked.items()):
+        prepared = drive.prepare(name, replace(example, knobs={**example.knobs, "max_tokens": 20}))
+        request = structs.replace(prepared.request, priority=number % 2)
+        drive.submit_prepared(replace(prepared, request=request), example)
+    drive.run()
+    assert {(4, 0), (3, 1)} <= set(rows)
+    drive.assert_empty()
+
+
+def test_who_is_cancelled_is_left_out_of_the_step_that_was_offered(caplog: pytest.LogCaptureFixture) -> None:
+    mini, drive = driver("mini_chat")
+    asked = examples(mini, 5)
+    for name, example in asked.items():
+        drive.submit(name, example)
+    drive.run(until=lambda: set(asked) <= set(drive.emitted))
+    assert not drive.worker.scheduler.idle
+    drive.cancel("r2")
+    drive.run()
+    for name, example in asked.items():
+        if name != "r2":
+            for stream, want in mini.expected(example).items():
+                assert decode(drive.result(name).get(stream, [])) == want
+    assert isinstance(drive.ended["r2"], Done)
+    assert not caplog.records  # no step has failed
+    drive.assert_empty()
+
+
+def test_all_of_a_cohort_may_end_before_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    mini, drive = driver("mini_chat")
+    asked = examples(mini, 3)
+    for name, example in asked.items():
+        drive.submit(name, example)
+    for _ in range(4):
+        drive.worker.step()
+    assert not drive.worker.scheduler.idle
+    for name in asked:
+        drive.cancel(name)
+    drive.run()
+    assert drive.worker.scheduler.idle
+    assert not caplog.records
+    drive.assert_empty()
+
+
+def test_a_scheduler_without_cohorts_gets_an_item_for_each_row() -> None:
+    mini, drive = driver("mini_chat")
+    rows: list[int] = []
+    plain = drive.worker.scheduler.ready
+    drive.worker.scheduler.cohorts = False
+
+    def noted(item: Item) -> None:
+        rows.append(item.rows)
+        plain(item)
+
+    drive.worker.scheduler.ready = noted  # type: ignore[method-assign]
+    asked = examples(mini, 4)
+    for name, example in asked.items():
+        drive.submit(name, example)
+    drive.run()
+    assert set(rows) == {1}
+    for name, example in asked.items():
+        for stream, want in mini.expected(example).items():
+            assert decode(drive.result(name).get(stream, [])) == want
     drive.assert_empty()
 
 

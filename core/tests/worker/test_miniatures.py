@@ -339,7 +339,7 @@ def test_a_bug_behind_a_push_fails_its_request_only(registry: Registry, monkeypa
     driver = Driver(miniature("mini_duplex"), registry)
     driver.worker.submit(driver.prepare("r", Example()).request)
     driver.run()
-    monkeypatch.setattr(driver.worker._live["r"].run, "push", lambda push: 1 / 0)
+    monkeypatch.setattr(driver.worker.requests.live["r"].run, "push", lambda push: 1 / 0)
     driver.worker.push(Push(id="r", stream="audio_in", end=True))
     driver.run()
     end = driver.ended["r"]

@@ -43,6 +43,7 @@ class Flight:
     :param rows: for each of the resources in *used*, the rows of the step. :param began: monotonic seconds.
     :param failure: what its launch raised; it then has one call and nothing else.
     :param learners: those of *used* that want to know ids which were not known at the launch.
+    :param unknown: the rows of which they want that.
     :param number: of the step, from 1; 0 for one that failed.
     :param step: what other ranks know the step by, if they run it too; *first* of its calls is the flight's first.
     """
@@ -54,6 +55,7 @@ class Flight:
     outcome: Outcome | None = None
     failure: Exception | None = None
     learners: Sequence[Resource] = ()
+    unknown: Sequence[int] = ()
     number: int = 0
     step: int = 0
     first: int = 0
@@ -137,7 +139,8 @@ class Engine:
             raise
         self.steps += 1
         learners = [resource for resource in used if type(resource).learn is not Resource.learn]
-        flight = Flight(work, used, rows, began, outcome, learners=learners, number=self.steps)
+        unknown = [i for i, w in enumerate(work) if not w.known] if learners else []
+        flight = Flight(work, used, rows, began, outcome, learners=learners, number=self.steps, unknown=unknown)
         self.trace.launched(flight, captured)
         return flight
 
@@ -260,13 +263,16 @@ class Engine:
         if w.tokens != 1 or not w.complete:
             return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids, w.start) for resource in used])
         op, kept = call.op, call.run.rows
-        rows: tuple[Row, ...] | None = kept.get(op)
-        if rows is None:
-            rows = kept[op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
-        start = w.start
-        for row in rows:
-            row.ids, row.start = ids, start
-        return rows
+        found = kept.get(op)
+        if found is None:
+            by_owner: dict[Owner, Row] = {}
+            owners = [self._owner(w, resource.name) for resource in used]
+            rows = tuple([by_owner.setdefault(owner, Row(owner)) for owner in owners])
+            found = kept[op] = (rows, tuple(by_owner.values()))
+        for row in found[1]:
+            row.ids, row.start = ids, w.start
+        mine: tuple[Row, ...] = found[0]
+        return mine
 
     # --- land ---------------------------------------------------------------------------------------------------------
     def land(self, flight: Flight) -> list[RowResult | Exception]:
@@ -308,8 +314,6 @@ class Engine:
     def learn(self, flight: Flight, indices: Iterable[int]) -> list[tuple[int, Sequence[int]]]:
         """Tell the resources the ids of the tokens that some calls of *flight* read, as far as the host knows them now
         and did not at the launch. Returns which calls these are and what was told."""
-        if not flight.learners:
-            return []
         work = flight.work
         found = [(i, ids) for i in indices if not work[i].known and (ids := _ids(work[i])) is not None]
         for resource, rows in zip(flight.used, flight.rows, strict=True):

@@ -24,30 +24,31 @@ class CodeStream(InnerStream):
     :ivar token: the output port of the writer that tells which of its items are codes.
     """
 
-    __slots__ = ("_codes", "_dtype", "_next", "_ranges", "token")
+    __slots__ = ("_codes", "_dtype", "_last", "_next", "_ranges", "token")
 
     def __init__(self, spec: Stream):
         super().__init__(spec)
         assert spec.codes is not None
         self._ranges, self.token = spec.codes.ranges, spec.codes.token
         self._dtype = torch_dtype(spec.port.dtype, torch.float32)
+        self._last = len(self._ranges) - 1
         self._next = 0  # position of the code that comes next
         self._codes: list[Any] = []  # items as numbers or lists of them
 
-    def write_code(self, token: int, item: Any, heard: Heard | None = None) -> None:
-        """Append *item* if *token* is the code that comes next. :param item: a number, or nested lists of the item's
-        shape."""
-        if self.closed:
-            return
-        first, behind = self._ranges[self._next]
-        if not first <= token < behind:
-            return
-        self._next = (self._next + 1) % len(self._ranges)
+    def write_code(self, token: int, item: Any, heard: Heard | None = None) -> bool:
+        """Append *item* if *token* is the code that comes next; whether it is. :param item: a number, or nested lists
+        of the item's shape."""
+        place = self._next
+        first, behind = self._ranges[place]
+        if token < first or token >= behind or self.closed:
+            return False
+        self._next = place + 1 if place < self._last else 0
         if heard:
             self._marks.append((self.total, heard))
         self._codes.append(item)
         self._new += 1
         self.total += 1
+        return True
 
     def write(self, items: Tensor, heard: Heard | None = None) -> None:
         raise TypeError(f"stream {self.spec.name!r} takes codes one by one")

@@ -153,7 +153,7 @@ class RequestRun:
             stream.write_from_client(self._client_items(stream, push.data))
         if push.end:
             stream.end()
-        self._poke()
+        self.poke()
 
     def ack(self, stream: str, emissions: int) -> None:
         out = self.out.get(stream)
@@ -161,7 +161,7 @@ class RequestRun:
             was_full = out.full
             out.ack(emissions)
             if was_full:
-                self._poke()
+                self.poke()
 
     # --- progress -----------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -188,18 +188,21 @@ class RequestRun:
         for port, name in op.emits:
             stream = self.inner.get(name)
             if isinstance(stream, CodeStream):
-                stream.write_code(outputs[stream.token].to_host(), outputs[port].to_host(), call.heard)
-                changed |= stream.ready()
+                if stream.write_code(outputs[stream.token].to_host(), outputs[port].to_host(), call.heard):
+                    changed |= stream.ready()
             else:
                 changed |= self._write(name, outputs[port], logprobs, call)
-        again = call.again or (None if op.again is None else self.again(op))
-        if again is None or not again.goes_on(partition):
-            self._advance(partition, op.next)
-            ahead = self.foresight.give_up(partition)
-            if ahead is not None:
-                self.void.append(ahead)
+        if op.again is None or partition.ahead is None or not self.again(op).goes_on(partition):
+            self.leave(call)
         if changed:
-            self._poke()
+            self.poke()
+
+    def leave(self, call: CallRun) -> None:
+        """Go on after *call*, whose outputs are there."""
+        self._advance(call.partition, call.op.next)
+        ahead = self.foresight.give_up(call.partition)
+        if ahead is not None:
+            self.void.append(ahead)
 
     def again(self, op: CallOp) -> Again:
         """The loop whose body is *op* alone."""
@@ -286,7 +289,7 @@ class RequestRun:
                 stream.end()
             if stream.spec.target == partition.name:
                 stream.close()
-        self._poke()
+        self.poke()
 
     def _advance(self, partition: Partition, pc: int) -> None:
         """Run control operations from *pc* until calls are ready or waiting, or the walk is over."""
@@ -429,7 +432,7 @@ class RequestRun:
                 return False
         return True
 
-    def _poke(self) -> None:
+    def poke(self) -> None:
         """Something about a stream has changed: try the waiting calls again."""
         if not self._blocked:
             return

@@ -227,16 +227,19 @@ def fresh(ref: Ref, rule: Fresh, chunk: Chunk, host: bool = True) -> tuple[Ref, 
 
 class OutStream:
     """The client's end: counts what was sent and what the client has taken. Who plays it begins with the first
-    emission; where nothing is left to play, playback stands still and goes on with what comes next."""
+    emission; where nothing is left to play, playback stands still and goes on with what comes next.
 
-    __slots__ = ("_played_until", "credit", "items", "seq", "spec")
+    :ivar played_until: when playback of what was sent runs out; ``None`` while nothing was sent.
+    """
+
+    __slots__ = ("credit", "items", "played_until", "seq", "spec")
 
     def __init__(self, spec: Stream):
         self.spec = spec
         self.credit = spec.capacity  # emissions that may still be sent before the client must acknowledge some
         self.seq = 0
         self.items = 0
-        self._played_until: float | None = None
+        self.played_until: float | None = None
 
     @property
     def full(self) -> bool:
@@ -245,8 +248,8 @@ class OutStream:
     def sent(self, items: int, now: float) -> int:
         """Count one emission of *items* items and return its sequence number."""
         if self.spec.seconds_per_item is not None:
-            begin = now if self._played_until is None else max(now, self._played_until)
-            self._played_until = begin + items * self.spec.seconds_per_item
+            begin = now if self.played_until is None else max(now, self.played_until)
+            self.played_until = begin + items * self.spec.seconds_per_item
         seq = self.seq
         self.seq += 1
         self.credit -= 1
@@ -258,7 +261,7 @@ class OutStream:
 
     def deadline(self, now: float) -> float:
         """When playback of what was sent runs out; *now* while nothing was sent."""
-        return now if self._played_until is None else self._played_until
+        return now if self.played_until is None else self.played_until
 
     def payload(self, ref: Ref) -> tuple[Any, int]:
         """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items.

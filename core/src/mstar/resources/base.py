@@ -43,7 +43,7 @@ class Owner(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Row:
     """One request's share of a step. A request's single steps of one kind are the same object, so that a resource can
-    tell cheaply that it plans the same rows as before.
+    tell cheaply that it plans the same rows as before; resources whose state has one owner may get the same row.
 
     :param length: tokens (items of the packed inputs) in this step. :param complete: its call ends with this step.
     :param ids: the tokens' ids if the host knows them and the entry's chunk port holds integers.

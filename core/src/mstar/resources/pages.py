@@ -44,9 +44,10 @@ class Growth(NamedTuple):
 class _Context:
     """One owner's books. ``ids`` are those of its first committed tokens: all of them, or up to the first whose id the
     host does not know (yet). ``lost``: it will never be told, since its step was under way when its request was
-    cancelled, and a session went on behind it."""
+    cancelled, and a session went on behind it. ``next_key``: how many ids must be known before there may be a further
+    key."""
 
-    __slots__ = ("home", "ids", "is_open", "keys", "length", "lost", "promise", "salt", "table")
+    __slots__ = ("home", "ids", "is_open", "keys", "length", "lost", "next_key", "promise", "salt", "table")
 
     def __init__(self) -> None:
         self.promise = 0
@@ -58,6 +59,7 @@ class _Context:
         self.ids: array[int] = array("q")
         self.keys: list[bytes] = []
         self.lost = False
+        self.next_key = 0
 
 
 class PagePool:
@@ -210,14 +212,19 @@ class PagePool:
 
     def commit_rows(self, rows: Sequence[Row]) -> None:
         """:meth:`commit` for all rows of a step."""
-        contexts = self._contexts
+        contexts, caches = self._contexts, self.prefix_cache
         for row in rows:
             context = contexts.get(row.owner) or self._get(row.owner)
             ids = row.ids
             if ids is None:
                 context.length += row.length
-            else:
+            elif context.lost or len(context.ids) != context.length or len(ids) != row.length:
                 self._commit(row.owner, context, row.length, ids)
+            else:
+                context.ids.extend(ids)
+                length = context.length = context.length + row.length
+                if caches and length >= context.next_key:
+                    self._register(context)
 
     def _commit(self, owner: Owner, context: _Context, tokens: int, ids: Sequence[int] | None) -> None:
         if ids is None:
@@ -249,7 +256,7 @@ class PagePool:
 
     def _add_ids(self, context: _Context, ids: Sequence[int]) -> None:
         context.ids.extend(ids)
-        if self.prefix_cache and len(context.ids) >= (len(context.keys) + 1) * self.page_size:
+        if self.prefix_cache and len(context.ids) >= context.next_key:
             self._register(context)
 
     def held(self, owner: Owner) -> int:
@@ -346,6 +353,7 @@ class PagePool:
             context.keys.append(key)
             if key not in self._page_of:
                 self._page_of[key], self._key_of[page] = page, key
+        context.next_key = (len(context.keys) + 1) * self.page_size
 
     # --- physical pages ---------------------------------------------------------------------------------------------
     def _take(self, context: _Context, count: int) -> list[int]:

@@ -16,7 +16,8 @@ Calls that go on together step after step are one item, a cohort, as long as the
 does not, each of them has an item of its own, and they share the steps by deadline and turn.
 
 Within a group, loops that already run go first, then calls that may be cut share the tokens that remain (chunked
-prefill as in Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`.
+prefill as in Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`. Where
+many rows decode (``max_mixed_rows``), new calls have steps of their own, in turn with the decodes'.
 
 *Cost.* Every operation costs time proportional to what it returns; deadlines add the logarithm of their number.
 """
@@ -149,7 +150,7 @@ class DefaultScheduler(Scheduler):
                 group = self._whose_turn(may_run, now + self.MARGIN * (urgent - now))
                 if group is None:
                     return None
-            if group.cohorts and not group.fits(self.options.max_step_rows, self._step_tokens):
+            if not group.leaves_whole(self.options.max_step_rows, self._step_tokens):
                 self._take_apart(group)
             batch, cut = group.fill(self.options.max_step_rows, self._step_tokens, urgent)
             if batch.items:
@@ -216,7 +217,7 @@ class DefaultScheduler(Scheduler):
     def _add_group(self, key: tuple[Any, ...]) -> Group:
         if len(self._groups) > 2 * len(self._turns) + self.SPARE_GROUPS:
             self._groups = {group.key: group for group in self._turns}
-        group = self._groups[key] = Group(key, self._limits(key), self._release)
+        group = self._groups[key] = Group(key, self._limits(key), self._release, self.options.max_mixed_rows)
         return group
 
     def _remove(self, item: Item) -> None:

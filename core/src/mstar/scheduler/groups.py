@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mstar.scheduler.base import Batch, Item
@@ -97,21 +97,23 @@ class Group:
 
     :param limit: the most rows of one step; ``None`` leaves it to the deployment.
     :param left: called with every item that leaves through :meth:`fill`.
-    :ivar size: how many rows its items take. :ivar tokens: how many tokens these have. :ivar cohorts: those of them
-        that stand for several calls.
+    :param mixed: the most rows of decodes that share a step with other items; ``None``: any number.
+    :ivar size: how many rows its items take. :ivar tokens: how many tokens these have. :ivar decoding: how
+        many of the rows are decodes'. :ivar cohorts: those of the items that stand for several calls.
     """
 
     __slots__ = (
-        *("_began", "_left", "_patient", "chunks", "cohorts", "deadlines", "decodes"),
-        *("key", "limit", "lines", "size", "tokens", "wholes"),
+        *("_began", "_decode_tokens", "_left", "_patient", "_turn", "chunks", "cohorts", "deadlines", "decodes"),
+        *("decoding", "key", "limit", "lines", "mixed", "size", "tokens", "wholes"),
     )
 
-    def __init__(self, key: tuple[Any, ...], limit: int | None, left: Callable[[Item], None]):
-        self.key, self.limit, self._left = key, limit, left
+    def __init__(self, key: tuple[Any, ...], limit: int | None, left: Callable[[Item], None], mixed: int | None = None):
+        self.key, self.limit, self._left, self.mixed = key, limit, left, mixed
         self.decodes, self.chunks, self.wholes = self.lines = (Line(), Line(), Line())
         self.deadlines: Deadlines[Item] = Deadlines()
         self.cohorts: dict[Item, None] = {}
-        self.size = self.tokens = self._patient = self._began = 0
+        self.size = self.tokens = self.decoding = self._decode_tokens = self._patient = self._began = 0
+        self._turn = False  # whether decodes go first where they and others have steps of their own
 
     def __bool__(self) -> bool:
         return self.size > 0
@@ -139,6 +141,9 @@ class Group:
         self.deadlines.add(item)
         self.size += item.rows
         self.tokens += item.tokens
+        if item.decode:
+            self.decoding += item.rows
+            self._decode_tokens += item.tokens
         if item.apart is not None:
             self.cohorts[item] = None
         self._patient += item.patient and item.deadline is not None
@@ -148,39 +153,62 @@ class Group:
         self.deadlines.discard(item)
         self.size -= item.rows
         self.tokens -= item.tokens
+        if item.decode:
+            self.decoding -= item.rows
+            self._decode_tokens -= item.tokens
         if item.apart is not None:
             del self.cohorts[item]
         self._patient -= item.patient and item.deadline is not None
 
     def fits(self, rows: int, tokens: int) -> bool:
-        """Whether one step of at most *rows* rows and *tokens* tokens has room for all that it holds."""
-        return self.size <= (rows if self.limit is None else min(rows, self.limit)) and self.tokens <= tokens
+        """Whether one step of at most *rows* rows and *tokens* tokens has room for all that it holds, or for all whose
+        turn it is."""
+        size, total = self.size, self.tokens
+        if self.divided:
+            decoding = self.decoding, self._decode_tokens
+            size, total = decoding if self._turn else (size - decoding[0], total - decoding[1])
+        return size <= (rows if self.limit is None else min(rows, self.limit)) and total <= tokens
+
+    def leaves_whole(self, rows: int, tokens: int) -> bool:
+        """Whether the next step takes the cohorts that it holds whole, or none of them."""
+        return not self.cohorts or (self.divided and not self._turn) or self.fits(rows, tokens)
+
+    @property
+    def divided(self) -> bool:
+        """Whether decodes and other items have steps of their own."""
+        return self.mixed is not None and self.decoding > self.mixed and self.size > self.decoding
 
     def fill(self, rows: int, tokens: int, urgent: float) -> tuple[Batch, list[Item]]:
         """Take the next step's items out of the group: at most *rows*, of *tokens* in all.
 
-        Lines that have lost patience go first, then items due by *urgent* (monotonic seconds) by deadline, then the
-        lines in their order. Where all fits into the step the lines keep their order, so that steps that run again and
-        again have the same rows in the same places: what was made for them serves the next one. The batch is empty only
-        when the group has become empty.
+        Decodes and other items take turns where the group is :attr:`divided`, the others first. Lines that have lost
+        patience go first, then items due by *urgent* (monotonic seconds) by deadline, then the lines in their order.
+        Where all fits into the step the lines keep their order, so that steps that run again and again have the same
+        rows in the same places: what was made for them serves the next one. Where it does not, the group must hold no
+        cohort (:meth:`leaves_whole`), which would wait as long as any of its calls. The batch is empty only when all
+        whose turn it was had been cancelled.
 
         :returns: the batch, and those of its items that were cut and should go on before their equals. Not among them
             are items that jumped the line because of their deadline: put before the others, they would starve them.
         """
         step = _Step(rows if self.limit is None else min(rows, self.limit), tokens)
         worthwhile = max(1, tokens // WORTHWHILE)
+        lines: tuple[Line, ...] = self.lines
+        if self.divided:
+            lines = (self.decodes,) if self._turn else (self.chunks, self.wholes)
         if self.fits(rows, tokens):
-            for line in self.lines:
+            for line in lines:
                 self._serve(line, step, worthwhile)
-            return step.batch(self.key), step.cut
-        impatient = sorted((x for x in self.lines if x.passed >= PATIENCE), key=lambda x: -x.passed)
-        for line in impatient:
-            self._serve(line, step, worthwhile)
-        if self.deadlines:
-            self._serve_urgent(step, urgent)
-        for line in self.lines:
-            if line not in impatient:
+        else:
+            impatient = sorted((x for x in lines if x.passed >= PATIENCE), key=lambda x: -x.passed)
+            for line in impatient:
                 self._serve(line, step, worthwhile)
+            if self.deadlines:
+                self._serve_urgent(lines, step, urgent)
+            for line in lines:
+                if line not in impatient:
+                    self._serve(line, step, worthwhile)
+        self._turn = not step.decodes
         return step.batch(self.key), step.cut
 
     def _serve(self, line: Line, step: _Step, worthwhile: int) -> None:
@@ -200,11 +228,13 @@ class Group:
             served = served or tokens == item.tokens or tokens >= worthwhile
         line.passed = 0 if served else line.passed + 1
 
-    def _serve_urgent(self, step: _Step, urgent: float) -> None:
+    def _serve_urgent(self, lines: Sequence[Line], step: _Step, urgent: float) -> None:
         while (item := self.deadlines.first()) is not None and item.deadline is not None and item.deadline <= urgent:
             if item.cancelled:
                 self._take_out(item)
                 continue
+            if self._line(item) not in lines:
+                break  # whose turn comes with the next step
             tokens = step.fit(item)
             if tokens < 0:
                 break

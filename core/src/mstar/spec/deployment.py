@@ -34,6 +34,12 @@ class SchedulerOptions(_Section):
         "CPU.",
     )
     max_step_rows: int = Field(256, ge=1, description="Most requests in one step.")
+    max_mixed_rows: int | None = Field(
+        None,
+        ge=0,
+        description="While more requests than this decode, prompts have steps of their own, in turn with theirs; "
+        "default: 48 on a GPU, no limit on the CPU.",
+    )
     max_queue: int = Field(1024, ge=0, description="Requests that may wait; one more is answered 429.")
     fairness: Literal["fifo", "tenant"] = Field(
         "tenant", description="`tenant` shares the rows between tenants, `fifo` serves in order of arrival."
@@ -44,6 +50,15 @@ class SchedulerOptions(_Section):
         if self.max_step_tokens is not None:
             return self.max_step_tokens
         return 512 if device == "cpu" else 1024
+
+    def mixed_rows(self, device: str) -> int | None:
+        """``max_mixed_rows``, or the default of a *device* of this type; ``None``: no limit.
+
+        A captured step with prompts in it attends in tiles of many queries, whatever a row has: with hundreds of
+        decoding rows it takes several times as long as a step of theirs and one of the prompts."""
+        if self.max_mixed_rows is not None:
+            return self.max_mixed_rows
+        return None if device == "cpu" else 48
 
 
 class EngineOptions(_Section):

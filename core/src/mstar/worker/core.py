@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
@@ -25,24 +24,24 @@ from mstar.graph.run import RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner, Row
 from mstar.scheduler.base import Ticket
-from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
-from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
+from mstar.spec.request import Cancel, EngineRequest, Event, Push
 from mstar.worker.admission import Admission, Holding
 from mstar.worker.build import build
+from mstar.worker.elsewhere import Elsewhere
 from mstar.worker.equip import equip, warm_up
 from mstar.worker.layout import Meshes
-from mstar.worker.live import Live, failure
+from mstar.worker.live import Live
 from mstar.worker.lookahead import LookAhead, looks_ahead
-from mstar.worker.messages import Exported, Found, FromRank, Landed, Met, Refused
+from mstar.worker.messages import FromRank
 from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.offers import Offers
 from mstar.worker.portions import Portions
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
-from mstar.worker.rank_links import Peer, RankLost
-from mstar.worker.rank_steps import Landing
-from mstar.worker.ranks import Ranks, coordinate
+from mstar.worker.rank_links import Peer
+from mstar.worker.ranks import coordinate
+from mstar.worker.requests import Requests
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
@@ -87,10 +86,25 @@ class Worker:
         self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped)
         self.admission = Admission(built.model, built.plan, self.resources, self.sessions, self.ranks)
         limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
-        step_tokens = deployment.scheduler.step_tokens(built.device.type)
+        device = built.device.type
+        sizes = {
+            "max_step_tokens": deployment.scheduler.step_tokens(device),
+            "max_mixed_rows": deployment.scheduler.mixed_rows(device),
+        }
         self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler.model_copy(update={"max_step_tokens": step_tokens}),
+            deployment.scheduler.model_copy(update=sizes),
             group_limits=lambda group: limits.get(group[0]),
+        )
+        self._events: list[Event] = []
+        self.requests = Requests(
+            self.admission,
+            self.sessions,
+            self.scheduler,
+            self.observers,
+            self._events.append,
+            self._forget,
+            self._over,
+            self.ranks,
         )
         self.engine = equip(built, config, registry, self._owner, self._step_done)
         self._totals, self._began = StepTotals(built.plan), time.time()
@@ -100,42 +114,57 @@ class Worker:
         self.observers.add("timeline", self.trace)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
-        self._live: dict[str, Live] = {}
-        self.sharing = PromptSharing(built.plan, self.resources, self._live, self._owner_of, self._start, self.ranks)
+        self.sharing = PromptSharing(
+            built.plan, self.resources, self.requests.live, self.requests.owner_of, self._start, self.ranks
+        )
         self.moves: Moves | None = None
         if self.ranks is not None and self.ranks.layout.by_walk:
-            self.moves = Moves(self.ranks, built.resources, built.device, self._come, self._fail)
-        self.portions = Portions(self.resources, self._owner_of)
+            self.moves = Moves(self.ranks, built.resources, built.device, self._come, self.requests.fail)
+        self.portions = Portions(self.resources, self.requests.owner_of)
         self.offers = Offers(
-            self.scheduler, self.sharing, self.portions, self._live_of, self._complete_known, self.ranks
+            self.scheduler, self.sharing, self.portions, self.requests.of, self._complete_known, self.ranks
         )
         self.ahead = LookAhead(self.engine, self.scheduler, self.offers, self.ranks)
         self._may_run = None if self.ranks is None else self.ranks.steps.may_run_here
-        self._timeouts: Deadlines[Live] = Deadlines()
-        self._running = 0
-        self._events: list[Event] = []
+        self._elsewhere = self._with_others()
         self._next_check = time.monotonic()
         self._checked = False
+
+    def _with_others(self) -> Elsewhere | None:
+        if self.ranks is None:
+            return None
+        return Elsewhere(
+            self.ranks,
+            self.requests,
+            self.sessions,
+            self.sharing,
+            self.moves,
+            self.offers,
+            lambda live, call: self._guarded(live, lambda: self._let_run(live, call, time.monotonic())),
+            self._under_way,
+            self._go_on,
+            self._step_done,
+        )
 
     # --- commands -----------------------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
         """Queue *request*. Never raises for what the request is: a refusal is a ``Failed`` event."""
         now = time.monotonic()
-        if request.id in self._live:
-            self._refuse(request, RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_id"))
+        if request.id in self.requests.live:
+            self.requests.refuse(
+                request, RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_id")
+            )
             return
         try:
             live = self._admit_later(request, now)
         except RequestError as error:
-            self._refuse(request, error)
+            self.requests.refuse(request, error)
         except Exception as error:
             raise_if_lost(error)
             log.exception("request %r could not be set up", request.id)
-            self._refuse(request, error)
+            self.requests.refuse(request, error)
         else:
-            self._live[request.id] = live
-            self._timeouts.add(live)
-            self.observers.call("mstar_request_submitted", request=request)
+            self.requests.add(live)
 
     def _admit_later(self, request: EngineRequest, now: float) -> Live:
         needs = self.admission.needs(request)
@@ -150,7 +179,7 @@ class Worker:
         try:
             self._enqueue(Ticket(request.id, request.tenant, request.priority, now, live), now)
         except RequestError:
-            self._release(live, keep_session=True, now=now)
+            self.requests.release(live, keep_session=True, now=now)
             raise
         return live
 
@@ -163,18 +192,18 @@ class Worker:
             self.scheduler.submit(ticket)
 
     def push(self, push: Push) -> None:
-        live = self._live.get(push.id)
+        live = self.requests.live.get(push.id)
         if live is None:
             return  # it has ended; its end is on the way to the client
         self._guarded(live, live.run.push, push)
 
     def cancel(self, cancel: Cancel) -> None:
-        live = self._live.get(cancel.id)
+        live = self.requests.live.get(cancel.id)
         if live is not None:
-            self._finish(live, cancel.reason)
+            self.requests.finish(live, cancel.reason)
 
     def ack(self, request: str, stream: str, items: int) -> None:
-        live = self._live.get(request)
+        live = self.requests.live.get(request)
         if live is not None:
             self._guarded(live, live.run.ack, stream, items)
 
@@ -184,19 +213,20 @@ class Worker:
         trace = self.trace
         trace.begin()
         now = time.monotonic()
-        self._expire(now)
+        self.requests.expire(now)
+        self.sessions.expire(now)
         if self.ranks is not None:
             self.ranks.steps.check_doubts(now)
         if self.scheduler.waiting:
             self._start_requests(now)
         trace.stage("admit")
         moved = self.moves is not None and self.moves.step()
-        sent = (self.ranks is not None and self._send_steps(self.ranks, now)) or moved
+        sent = (self._elsewhere is not None and self._elsewhere.send_steps(now)) or moved
         work = self.offers.next_work(now, self._may_run)
         if not work and not self._flights:
             if sent or (self.ranks is not None and self.ranks.hurries):
                 return True
-            trace.rest(self._running, self.scheduler.waiting)
+            trace.rest(self.requests.running, self.scheduler.waiting)
             self._idle(now)
             return False
         trace.stage("schedule")
@@ -211,7 +241,7 @@ class Worker:
             self._route(flight, results)
         self.ahead.foresee(self._flights)
         trace.stage("foresee")
-        trace.end(self._running, self.scheduler.waiting, self._answering)
+        trace.end(self.requests.running, self.scheduler.waiting, self.requests.answering)
         return True
 
     def events(self) -> list[Event]:
@@ -223,21 +253,16 @@ class Worker:
 
     def next_deadline(self) -> float | None:
         """Until when (monotonic seconds) an idle worker may sleep."""
-        first = self._timeouts.first()
-        times = [first.deadline if first is not None else None, self.sessions.next_expiry()]
+        times = [self.requests.next_expiry(), self.sessions.next_expiry()]
         if not self._checked:
             times.append(self._next_check)
-        if self.ranks is not None:
-            times.append(self.ranks.steps.next_doubt())
-            if self.ranks.busy:
-                times.append(time.monotonic())  # it is looked at again soon
-        if self.moves is not None and self.moves.waits_for_device:
-            times.append(time.monotonic())  # it is looked at again soon
+        if self._elsewhere is not None:
+            times.append(self._elsewhere.next_look())
         return min((t for t in times if t is not None), default=None)
 
     def status(self) -> dict[str, Any]:
         return {
-            "running": self._running,
+            "running": self.requests.running,
             "waiting": self.scheduler.waiting,
             "sessions": len(self.sessions),
             "steps": self.engine.steps,
@@ -262,11 +287,11 @@ class Worker:
 
     def close(self) -> None:
         """End every request with an error and free everything."""
-        for live in list(self._live.values()):
-            self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
+        for live in list(self.requests.live.values()):
+            self.requests.fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
         self._flights.clear()
         self.sessions.close()
-        self.trace.rest(self._running, self.scheduler.waiting)
+        self.trace.rest(self.requests.running, self.scheduler.waiting)
         self.trace.close()
 
     # --- requests begin -----------------------------------------------------------------------------------------------
@@ -275,7 +300,7 @@ class Worker:
 
         def admit(ticket: Ticket) -> bool:
             live: Live = ticket.payload
-            if self._running >= self.config.deployment.max_concurrent_requests:
+            if self.requests.running >= self.config.deployment.max_concurrent_requests:
                 return False
             try:
                 if not self.admission.reserve(live.request, live.holding):
@@ -284,8 +309,7 @@ class Worker:
                 raise_if_lost(error)
                 failed.append((live, error))
                 return True
-            live.started = now
-            self._running += 1
+            self.requests.start(live, now)
             return True
 
         for ticket in self.scheduler.start(admit):
@@ -293,7 +317,7 @@ class Worker:
             if live.started is not None:
                 self._begin(live)
         for live, error in failed:
-            self._fail(live, error)
+            self.requests.fail(live, error)
 
     def _begin(self, live: Live) -> None:
         started = live.started or 0.0
@@ -311,14 +335,7 @@ class Worker:
             action(*args)
             self._collect(live)
         except Exception as error:
-            self._fail_run(live, error)
-
-    def _fail_run(self, live: Live, error: Exception) -> None:
-        """*live*'s route or stream has raised *error*, which is being handled."""
-        raise_if_lost(error)
-        if not isinstance(error, RequestError):
-            log.exception("request %r failed", live.request.id)
-        self._fail(live, error)
+            self.requests.fail_raised(live, error)
 
     def _collect(self, live: Live) -> None:
         """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
@@ -340,7 +357,7 @@ class Worker:
                 if self.moves is None or not self.moves.holds(live, call):
                     self._make_ready(live, call, now)
         if run.finished and live.started is not None:
-            self._finish(live)
+            self.requests.finish(live)
 
     def _make_ready(self, live: Live, call: CallRun, now: float) -> None:
         if call.op.entry.prefix and live.fresh and call.done == 0 and not self.sharing.reuse(live, call):
@@ -364,10 +381,6 @@ class Worker:
         self.sharing.reuse_ahead(live, call)
         return self.portions.skip(live, call)
 
-    def _live_of(self, call: CallRun) -> Live | None:
-        """The request of *call*, unless it has ended."""
-        return None if call.run.over else self._live[call.run.request.id]
-
     # --- steps --------------------------------------------------------------------------------------------------------
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
@@ -380,13 +393,14 @@ class Worker:
         return flights
 
     def _launched(self, flight: Flight, now: float) -> None:
+        if flight.failure is not None:
+            for w in flight.work:  # the scheduler has it no more: if it should not have been, there is nothing to drop
+                w.call.flight = flight
+            return
         rows, began = len(flight.work), now - (time.perf_counter() - flight.began)
         for index, w in enumerate(flight.work):
             call = w.call
-            call.flight = flight
-            if flight.failure is not None:
-                continue  # the scheduler has it no more: if it should not have been, there is nothing to drop there
-            call.index = index
+            call.flight, call.index = flight, index
             if w.again and not call.run.request.profile:  # nobody waits for it but its request
                 call.done = call.chunks = 1
             else:
@@ -395,7 +409,7 @@ class Worker:
     def _under_way(self, w: Work, rows: int, began: float, now: float) -> None:
         """*w* is in a step of *rows* rows that began at *began* (monotonic seconds), here or on another rank."""
         call = w.call
-        live = self._live[call.run.request.id]
+        live = self.requests.live[call.run.request.id]
         call.item = None
         call.done += w.tokens
         call.chunks += 1
@@ -414,197 +428,88 @@ class Worker:
         return results
 
     def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
-        work = flight.work
-        # Those that have ended, and those whose step should not have been, have nothing to learn or to go on with.
-        going = [i for i, w in enumerate(work) if not (w.call.run.over or w.call.dropped)]
-        computed = [i for i in going if isinstance(results[i], RowResult)]
-        told = self.engine.learn(flight, computed)
-        if self.ranks is not None:
-            for index, ids in told:
-                call = work[index].call
-                for resource in flight.learners:
-                    owner = self._owner_of(self._live[call.run.request.id], resource.name, call)
-                    self.ranks.learn(resource.name, owner, ids)
-        for index in going:
-            self._route_row(work[index], results[index])
-        for w in work:  # a step's outputs go with the last who needs them, not with the garbage collector
-            if w.call.flight is flight:
-                w.call.flight = None
+        if flight.unknown:
+            self._learn(flight, results)
+        for w, result in zip(flight.work, results, strict=True):
+            call = w.call
+            if call.run.over or call.dropped:
+                continue  # it has ended, or this step should not have been
+            if isinstance(result, RowResult):
+                self._go_on(w, call, result)
+            else:
+                self.requests.fail(self.requests.live[call.run.request.id], result)
+        for w in flight.work:  # a step's outputs go with the last who needs them, not with the garbage collector
+            call = w.call
+            if call.flight is flight:
+                call.flight = None
         self.trace.routed(flight)
 
-    def _route_row(self, w: Work, result: RowResult | Exception) -> None:
-        call = w.call
-        run = call.run
-        if run.over:
-            return  # what another row of the step came to has ended it
-        if isinstance(result, Exception):
-            self._fail(self._live[run.request.id], result)
+    def _learn(self, flight: Flight, results: list[RowResult | Exception]) -> None:
+        """Tell the resources ids that were not known when *flight* was launched, of the rows that go on."""
+        calls = [w.call for w in flight.work]
+        going = [
+            i
+            for i in flight.unknown
+            if isinstance(results[i], RowResult) and not (calls[i].run.over or calls[i].dropped)
+        ]
+        told = self.engine.learn(flight, going)
+        if self.ranks is None:
             return
-        if run.request.profile and (profile := self._live[run.request.id].profile) is not None:
+        for index, ids in told:
+            live = self.requests.live[calls[index].run.request.id]
+            for resource in flight.learners:
+                self.ranks.learn(resource.name, self.requests.owner_of(live, resource.name, calls[index]), ids)
+
+    def _go_on(self, w: Work, call: CallRun, result: RowResult) -> None:
+        run, outputs = call.run, result.outputs
+        if run.request.profile and (profile := self.requests.live[run.request.id].profile) is not None:
             profile.landed(call.op.call.node, call.op.entry.name)
         if not w.complete:
             return
-        outputs = result.outputs
         assert outputs is not None
         try:
-            run.complete(call, outputs, result.logprobs)
+            if call.again is None or not call.again.round(call, outputs):
+                run.complete(call, outputs, result.logprobs)
             if run.ready or run.void or run.taken_back or run.finished:
-                self._collect(self._live[run.request.id])
+                self._collect(self.requests.live[run.request.id])
         except Exception as error:
-            self._fail_run(self._live[run.request.id], error)
+            self.requests.fail_raised(self.requests.live[run.request.id], error)
 
     # --- other ranks --------------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """Another rank of the layout is ready; *peer* is the way to it."""
-        assert self.ranks is not None
-        self.ranks.link(rank, peer, facts)
+        assert self._elsewhere is not None
+        self._elsewhere.link(rank, peer, facts)
 
     def unlink(self, rank: int, reason: str) -> None:
-        """Another rank has died: the requests that cannot go on without it end, and the sessions that it kept state
-        of."""
-        assert self.ranks is not None
-        error = RankLost(rank, reason)
-        for request in self.ranks.lost(rank, {name: live.holding.owners for name, live in self._live.items()}):
-            live = self._live.get(request)
-            if live is not None:
-                self._end(live, failure(request, error), keep_session=False)
-        lost = partial(self.ranks.at, rank)
-        self.sessions.drop_where(lost)
-        for live in list(self._live.values()):  # those that wait with a session whose state was there
-            session = live.holding.session
-            if session is not None and any(lost(resource, owner) for resource, owner in session.owners):
-                self._end(live, failure(live.request.id, error), keep_session=False)
+        """Another rank has died."""
+        assert self._elsewhere is not None
+        self._elsewhere.unlink(rank, reason)
 
     def take(self, message: FromRank) -> None:
         """What another rank sent."""
-        assert self.ranks is not None
-        message = self.ranks.resolve(message)
-        if isinstance(message, Exported):
-            if self.moves is not None:
-                self.moves.take(message)
-            return
-        if isinstance(message, Found):
-            if (asked := self.sharing.found_elsewhere(message)) is not None:
-                live, call = asked
-                self._guarded(live, lambda: self._let_run(live, call, time.monotonic()))
-            return
-        if isinstance(message, Met):
-            self.ranks.met(message)
-        elif isinstance(message, Refused):
-            self._fail_as(message.failed)
-        elif isinstance(message, Landed) and (landing := self.ranks.steps.take(message)) is not None:
-            self._route_landing(landing)  # what is Fetched, a route has given up waiting for
-
-    def _send_steps(self, ranks: Ranks, now: float) -> bool:
-        """Take what has come from other ranks, and give work to every one that has room: before this one does its own,
-        which may take a while. Returns whether there was any."""
-        for message in ranks.values.stashed():
-            self.take(message)
-        ranks.look()
-        sent = False
-        for landing in ranks.steps.arrived():
-            self._route_landing(landing)
-            sent = True
-        while work := self.offers.next_work(now, ranks.steps.may_run_elsewhere):
-            ranks.steps.dispatch(work)
-            for w in work:
-                self._under_way(w, len(work), now, now)
-            sent = True
-        return sent
-
-    def _route_landing(self, landing: Landing) -> None:
-        for w, result in zip(landing.work, landing.results, strict=True):
-            live = self._live_of(w.call)
-            if live is None:
-                continue
-            if isinstance(result, Failed):
-                self._fail_as(result)
-                continue
-            node, entry = w.call.op.call.node, w.call.op.entry.name
-            if live.profile is not None:
-                live.profile.landed(node, entry)
-            if w.complete:
-                self._complete(live, w.call, result)
-        call = landing.work[0].call.op
-        tokens = sum(w.tokens for w in landing.work)
-        self._step_done(call.call.node, call.entry.name, len(landing.work), tokens, landing.seconds)
-
-    def _fail_as(self, failed: Failed) -> None:
-        live = self._live.get(failed.id)
-        if live is not None:
-            self._end(live, failed, keep_session=failed.code != "internal_error")
+        assert self._elsewhere is not None
+        self._elsewhere.take(message)
 
     def _complete_known(self, live: Live, call: CallRun) -> None:
         self._guarded(live, live.run.complete, call, {})
 
-    def _complete(self, live: Live, call: CallRun, result: RowResult) -> None:
-        outputs, logprobs = result.outputs, result.logprobs
-        assert outputs is not None
-        self._guarded(live, live.run.complete, call, outputs, logprobs)
+    def _forget(self, live: Live) -> None:
+        if self.moves is not None:
+            self.moves.forget(live)
+
+    def _over(self, live: Live) -> None:
+        self.sharing.computed(live)  # or it never will be: siblings go on
 
     def _step_done(self, node: str, entry: str, rows: int, tokens: int, seconds: float) -> None:
         self._totals.add(node, entry, rows, tokens, seconds)
         if self._steps_watched:
             self.observers.call("mstar_step_done", node=node, entry=entry, rows=rows, tokens=tokens, seconds=seconds)
 
-    # --- requests end -------------------------------------------------------------------------------------------------
-    def _finish(self, live: Live, reason: str | None = None) -> None:
-        if live.request.id not in self._live:
-            return
-        self._end(live, live.done(reason), keep_session=True)
-
-    def _fail(self, live: Live, error: Exception) -> None:
-        # After a fault of ours nobody knows what the session's state holds; a client's mistake does not touch it.
-        self._end(live, failure(live.request.id, error), keep_session=isinstance(error, RequestError))
-
-    def _end(self, live: Live, event: Done | Failed, keep_session: bool) -> None:
-        if self._live.pop(live.request.id, None) is None:
-            return
-        self._timeouts.discard(live)
-        if self.moves is not None:
-            self.moves.forget(live)
-        self.scheduler.forget(live.request.id)
-        if live.started is not None:
-            self._running -= 1
-        self._release(live, keep_session, time.monotonic())
-        live.run.let_go()
-        if self.ranks is not None:
-            self.ranks.ended(live.request.id)
-        if live.profile is not None:
-            event.profile = live.profile.done(live.started)
-        self._events.append(event)
-        self.observers.call("mstar_request_ended", request=live.request, event=event)
-        self.sharing.computed(live)
-
-    def _release(self, live: Live, keep_session: bool, now: float) -> None:
-        self.admission.release(live.holding)
-        session = live.holding.session
-        if session is not None:
-            live.holding.session = None
-            self.sessions.give_back(session, now, keep=keep_session)
-
-    def _refuse(self, request: EngineRequest, error: Exception) -> None:
-        event = failure(request.id, error)
-        self._events.append(event)
-        self.observers.call("mstar_request_refused", request=request, event=event)
-
-    def _answering(self, request: str) -> bool:
-        live = self._live.get(request)
-        return live is not None and live.answering
-
-    def _expire(self, now: float) -> None:
-        while (live := self._timeouts.first()) is not None and live.deadline is not None and live.deadline <= now:
-            took = f"the request took longer than {live.deadline - live.arrival:.3g} s"
-            self._fail(live, RequestError(took, code="timeout", status=504, type="server_error"))
-        self.sessions.expire(now)
-
     # --- books --------------------------------------------------------------------------------------------------------
     def _owner(self, work: Work, resource: str) -> Owner:
         call = work.call
-        return self._owner_of(self._live[call.run.request.id], resource, call)
-
-    def _owner_of(self, live: Live, resource: str, call: CallRun) -> Owner:
-        return self.admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
+        return self.requests.owner_of(self.requests.live[call.run.request.id], resource, call)
 
     def _close(self, resource: str, owner: Owner) -> None:
         if self.ranks is not None:
@@ -624,8 +529,4 @@ class Worker:
     def check(self) -> None:
         """Raise :class:`~mstar.resources.base.IntegrityError` if a pool's books do not balance."""
         for name, resource in self.resources.items():
-            owners = self.sessions.open_owners(name)
-            for live in self._live.values():
-                held = live.holding.session.owners if live.holding.session is not None else set()
-                owners += [o for n, o in live.holding.owners if n == name and (n, o) not in held]
-            resource.check(owners)
+            resource.check([*self.sessions.open_owners(name), *self.requests.owners(name)])

@@ -52,9 +52,13 @@ class Offers:
             for call in calls:
                 self.offer(call, now)
             return
-        by: dict[tuple[Any, ...], list[CallRun]] = {}
+        by: dict[tuple[Any, int], list[CallRun]] = {}
         for call in calls:
-            by.setdefault((call.op.group, call.run.request.priority), []).append(call)
+            kind = (call.op, call.run.request.priority)
+            if kind in by:
+                by[kind].append(call)
+            else:
+                by[kind] = [call]
         for (_, priority), cohort in by.items():
             self._scheduler.ready(self._cohort(cohort, priority, now))
 
@@ -134,7 +138,7 @@ def _deadline(calls: Sequence[CallRun], now: float) -> float | None:
     due = None
     for call in calls:
         for out in call.partition.feeds:
-            when = out.deadline(now)
+            when = now if out.played_until is None else out.played_until
             if due is None or when < due:
                 due = when
     return due
