@@ -13,7 +13,8 @@ plain PyTorch operations, with the fused kernels, and captured, the last two com
 (captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``timeline``: where the
 time of one such request goes, step by step and gap by gap. ``plain`` (neither kernels of M*'s own nor graphs): as
 ``graphs``; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
-the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``. ``eager``: the kernels without
+the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``, and how long its files take to
+encode. ``eager``: the kernels without
 graphs. ``compiled`` (and compiled layers), ``vae-compiled``, ``diffusers-compiled``: minutes each. ``exact``: compiled
 with exact norms and eager rounding.
 """
@@ -365,7 +366,7 @@ def _diffusers(shape: Any, folder: Path, part: str, at_once: Sequence[int], args
 
 
 def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    import httpx
+    from image.over_http import Clients, encoding_seconds
 
     options = _options(shape, "graphs", args.device, at_once)
     config = folder.parent / "serve.yaml"
@@ -381,17 +382,11 @@ def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Names
         try:
             _until_ready(url, server)
             body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
-            body["num_inference_steps"] = shape.steps
-
-            async def some(count: int) -> None:
-                async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-                    asked = (client.post("/v1/images/generations", json={**body, "seed": i}) for i in range(count))
-                    for reply in await asyncio.gather(*asked):
-                        reply.raise_for_status()
-
-            for count in at_once:
-                asyncio.run(some(count))
-            return _rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)
+            with Clients(port, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
+                for count in at_once:
+                    clients.ask(count)
+                found = _rates(clients.ask, at_once, args.rounds)
+                return found | {"encode_s": encoding_seconds(clients.ask(1)[0], args.rounds)}
         finally:
             server.terminate()
             server.wait(30)
@@ -429,8 +424,11 @@ def _derive(results: dict[str, Any], scratch: Path) -> None:
         if best and "latency_s" in results.get(part, {}):
             results.setdefault("derived", {})[word] = results[part]["latency_s"] / best
     if "latency_s" in results.get("http", {}) and "latency_s" in results.get("graphs", {}):
-        share = results["http"]["latency_s"] / results["graphs"]["latency_s"]
-        results.setdefault("derived", {})["http_over_offline"] = share
+        http, offline = results["http"], results["graphs"]["latency_s"]
+        derived = results.setdefault("derived", {})
+        derived["http_over_offline"] = http["latency_s"] / offline
+        # offline nobody makes a PNG file of it, and base64 of that
+        derived["http_over_encoded"] = http["latency_s"] / (offline + http["encode_s"])
     floor = results.get("floor", {})
     if "step_floor_s" in floor:
         derived = results.setdefault("derived", {})

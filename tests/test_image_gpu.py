@@ -67,7 +67,7 @@ def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_over_http(tmp_path: Path) -> None:
     results = measured(tmp_path, "tiny-z-image", "http")
-    assert results["http"]["latency_s"] > 0
+    assert results["http"]["latency_s"] > results["http"]["encode_s"] > 0
 
 
 def test_what_breaks_is_reported(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_figures() -> None:
         "vae": {"plain_s": 0.11},
         "vae-compiled": {"plain_s": 0.11, "compiled_s": 0.1},
         "diffusers-compiled": {"latency_s": 0.6},
-        "http": {"latency_s": 0.51},
+        "http": {"latency_s": 0.51, "encode_s": 0.005},
     }
     program._derive(results, Path("nowhere"))
     derived = results["derived"]
@@ -155,3 +155,4 @@ def test_figures() -> None:
     assert derived["captured_share_of_floor"] == pytest.approx(0.8)
     assert derived["over_compiled_diffusers"] == pytest.approx(1.2)
     assert derived["http_over_offline"] == pytest.approx(1.02)
+    assert derived["http_over_encoded"] == pytest.approx(0.51 / 0.505)

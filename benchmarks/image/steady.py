@@ -19,7 +19,7 @@ import torch
 
 __all__ = ["captured", "seconds", "steady"]
 
-_WARM_S = 1.0
+_WARM_S = 0.7
 """So long a GPU works before the clock runs: its clocks have settled then."""
 _SAMPLE_MS = 20
 
