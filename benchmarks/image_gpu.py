@@ -5,8 +5,9 @@
         --out FILE.json                                                             # under two minutes
     python benchmarks/image_gpu.py --shapes tiny --device cpu --out FILE.json       # does it work? no figures
 
-Models have random weights at published shapes. Each part runs in a process of its own and the file is written after
-each: what breaks or takes longer than ``--limit`` is reported, and the next goes on.
+Models have random weights at published shapes. Each part runs in a process of its own, which imports what it needs
+while the one before measures, and the file is written after each: what breaks or takes longer than ``--limit`` is
+reported, and the next goes on.
 
 Parts, in the order in which they are run: ``floor``: products and attention of one step alone, and the step itself by
 plain PyTorch operations, with the fused kernels, and captured, the last two compared with the first. ``graphs``
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -55,6 +57,13 @@ PARTS = (
     "floor", "graphs", "timeline", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled",
     "diffusers-compiled", "exact",
 )  # fmt: skip
+_OURS = ("image.steps", "mstar.worker.core", "mstar_diffusion.flux2.model", "mstar_diffusion.z_image.model")
+_DIFFUSERS = (
+    "image.reference",
+    "transformers.models.qwen3.modeling_qwen3",
+    "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "diffusers.pipelines.z_image.pipeline_z_image",
+)
 MINUTES = ("compiled", "exact")
 """Parts that compile for each number of requests: one at a time is measured."""
 MOST_ROWS = 8
@@ -79,14 +88,21 @@ def main(words: Sequence[str]) -> int:
     if strange := set(args.parts.split(",")) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(strange))}; known: {', '.join(PARTS)}")
     if args.child:
+        _import_for(args.child[1])
+        if not sys.stdin.readline():  # nobody waits for it any more
+            return 1
         args.out.write_text(json.dumps(measure(*args.child, args)))
         return 0
     found: dict[str, Any] = {"environment": environment(PACKAGES), "settings": _settings(args), "results": {}}
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             results = found["results"][shape] = {}
-            for part in sorted(args.parts.split(","), key=PARTS.index):
-                results[part] = _in_a_process(shape, part, scratch, args)
+            parts = sorted(args.parts.split(","), key=PARTS.index)
+            children = [_start(shape, parts[0], scratch, args)]
+            for number, part in enumerate(parts):
+                if number + 1 < len(parts):  # it imports what it needs while this one measures
+                    children.append(_start(shape, parts[number + 1], scratch, args))
+                results[part] = _finish(children[number], Path(scratch) / f"{part}.json", args)
                 _derive(results, Path(scratch))
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     _print(found["results"])
@@ -97,14 +113,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) for name, value in vars(args).items() if name not in ("child", "out")}
 
 
-def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace) -> dict[str, Any]:
+def _start(shape: str, part: str, scratch: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """The process of a part, which waits for a line before it touches the device."""
     out = Path(scratch) / f"{part}.json"
     words = [sys.executable, __file__, "--child", shape, part, scratch, "--out", str(out), "--device", args.device]
     words += ["--at-once", args.at_once, "--rounds", str(args.rounds)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def _finish(child: subprocess.Popen[str], out: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What the part of *child* found, which it writes to *out*: it begins now."""
     began = time.monotonic()
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+    with child:
         try:
-            _, said = child.communicate(timeout=args.limit)
+            _, said = child.communicate("\n", timeout=args.limit)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)  # what the child started, too: it holds the device
             child.communicate()
@@ -113,6 +135,12 @@ def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace)
         return {"error": said.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
     found: dict[str, Any] = json.loads(out.read_text())
     return {**found, "part_s": time.monotonic() - began}
+
+
+def _import_for(part: str) -> None:
+    """What takes longest to import, without touching the device."""
+    for name in _DIFFUSERS if part.startswith("diffusers") else _OURS:
+        importlib.import_module(name)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

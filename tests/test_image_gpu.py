@@ -96,7 +96,8 @@ def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest
     script.write_text(_HOLDS_ON)
     monkeypatch.setattr(program, "__file__", str(script))
     args = argparse.Namespace(device="cpu", at_once="1", rounds=1, limit=4.0)
-    assert "took longer than 4 s" in program._in_a_process("tiny", "http", str(tmp_path), args)["error"]
+    child = program._start("tiny", "http", str(tmp_path), args)
+    assert "took longer than 4 s" in program._finish(child, tmp_path / "http.json", args)["error"]
     try:
         left = os.pidfd_open(int((tmp_path / "http.pid").read_text()))
     except ProcessLookupError:
