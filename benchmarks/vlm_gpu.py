@@ -295,7 +295,7 @@ def peer(shape: HybridShape, folder: Path, device: str, dtype: torch.dtype) -> l
 def measure(
     name: str, shape: HybridShape, words: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]
 ) -> None:
-    """Fill *result* with what is found of *shape*; *save* writes it after each part. The tower is that of shape *name*."""
+    """Fill *result* with what is found of *shape*; *save* writes it after each part. The tower is shape *name*'s."""
     device = words.device
     dtype, small = (torch.float32, True) if device == "cpu" else (torch.bfloat16, False)
     with tempfile.TemporaryDirectory() as scratch:

@@ -249,7 +249,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
 
     sizes: dict[str, Any] = {"channels": 96, "block": 128, "tile": 64}
     moments = _compile(norm._moments, "x:bf16 means:fp32 squares:fp32", "points:i32", aligned=True, tiles=4, **sizes)
-    assert "ld.global.v4" in moments
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", moments), "fetched ahead"
+    assert "ld.global" not in moments
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
     pointers = "means:fp32 squares:fp32 weight:bf16 bias:bf16 factor:fp32 addend:fp32"
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
