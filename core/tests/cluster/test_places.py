@@ -57,9 +57,14 @@ async def open_descriptors(ranks: test_ranks.Ranks) -> int:
 
 
 @pytest.mark.parametrize(
-    "places",
-    [APART, {"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}],
-    ids=["1 + 1", "2 + 2"],
+    ("places", "engine"),
+    [
+        (APART, "messages"),
+        ({"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}, "messages"),
+        ({"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}, "lanes"),
+    ],
+    ids=["1 + 1", "2 + 2", "2 + 2 by lanes"],
+    indirect=["engine"],
 )
 async def test_a_llama_says_what_it_says_on_one_rank(
     places: dict[str, Any], engine: dict[str, Any], folder: Path, arena_root: Path
@@ -74,7 +79,11 @@ async def test_a_llama_says_what_it_says_on_one_rank(
     assert list(arena_root.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", MINIATURES)
+@pytest.mark.parametrize(
+    ("key", "engine"),
+    [("mini_hybrid", "messages"), ("mini_seq2seq", "messages"), ("mini_seq2seq", "lanes")],
+    indirect=["engine"],
+)
 async def test_miniatures_say_what_they_should(key: str, engine: dict[str, Any], arena_root: Path) -> None:
     async with running(key, placement=MINIATURES[key], engine=engine) as ranks:
         rng = random.Random(3)

@@ -106,7 +106,7 @@ class Worker:
         self.moves: Moves | None = None
         if self.ranks is not None and self.ranks.layout.by_walk:
             self.moves = Moves(self.ranks, built.resources, built.device, self._come, self._fail)
-        self.portions = Portions(self.resources, self._owner_of)
+        self.portions = Portions(self.resources, self._owner_of_call)
         self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
@@ -352,10 +352,10 @@ class Worker:
 
     def _known(self, live: Live, call: CallRun) -> bool:
         """Whether nothing of *call* needs to be computed."""
-        if not self.portions.concern(call.op):
+        if not self.portions.concern(call.op) or (self.ranks is not None and not self.ranks.here(call)):
             return False
         self.sharing.reuse_ahead(live, call)
-        return self.portions.skip(live, call)
+        return self.portions.skip(call)
 
     def _offer(self, call: CallRun, now: float) -> None:
         request = call.run.request
@@ -387,11 +387,13 @@ class Worker:
         """*call*'s share of the next step. ``None``: it waits for another, or nothing is left of it."""
         if not self.portions.concern(call.op):
             return share(call, tokens)
+        if self.ranks is not None and not self.ranks.here(call):
+            return Work(call, call.done, call.remaining, True)  # who has the pool cuts it
         live = self._live[call.run.request.id]
-        if self.portions.skip(live, call):  # another request has computed the rest
+        if self.portions.skip(call):  # another request has computed the rest
             self._guarded(live, live.run.complete, call, {})
             return None
-        work = self.portions.work(live, call, tokens, first)
+        work = self.portions.work(call, tokens, first)
         if work is None:
             self._offer(call, time.monotonic())
         return work
@@ -606,6 +608,9 @@ class Worker:
 
     def _owner_of(self, live: Live, resource: str, call: CallRun) -> Owner:
         return self.admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
+
+    def _owner_of_call(self, call: CallRun, resource: str) -> Owner:
+        return self._owner_of(self._live[call.run.request.id], resource, call)
 
     def _close(self, resource: str, owner: Owner) -> None:
         if self.ranks is not None:

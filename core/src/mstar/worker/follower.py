@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -64,6 +64,7 @@ from mstar.worker.messages import (
     UseLanes,
 )
 from mstar.worker.moves import Leaving, adopt
+from mstar.worker.portions import Portions
 from mstar.worker.profile import device_memory
 from mstar.worker.prompt_heads import skip_known
 from mstar.worker.routing import DOUBT_S, Routing
@@ -124,6 +125,7 @@ class Follower:
         self.plan, self.resources, self._device = built.plan, built.resources, built.device
         self.routing = Routing(built.plan, built.layout)
         self._kept = frozenset(built.plan.graph.sessions)
+        self._step_tokens = config.deployment.scheduler.step_tokens(built.device.type)
         self.engine = equip(built, config, registry, self._owner)
         warm_up(self.engine, built, config, on_phase)
         self.channel = TensorChannel(1, built.device)
@@ -133,7 +135,8 @@ class Follower:
         self._inbox: deque[ToRank] = deque()
         self._requests: dict[str, _Request] = {}
         self._bases: dict[int, _Base] = {}
-        self._flights: deque[tuple[Run, list[Flight], float]] = deque()
+        self._flights: deque[tuple[Run, list[Work], list[Flight], float]] = deque()
+        self._portions = Portions(self.resources, self._owner_of)
         self._leaving: deque[tuple[int, Leaving]] = deque()  # state that goes to other ranks, by the numbers of moves
         self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
 
@@ -186,7 +189,7 @@ class Follower:
     def _due(self) -> bool:
         """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
         computed, and is to be launched by then."""
-        message, flights, _ = self._flights[0]
+        message, _, flights, _ = self._flights[0]
         return message.answers or all(map(self.engine.arrived, flights))
 
     def _do(self, message: ToRank) -> None:
@@ -288,7 +291,9 @@ class Follower:
             self.resources[name].close(Owner(key, context))
 
     def _owner(self, work: Work, resource: str) -> Owner:
-        call: Any = work.call
+        return self._owner_of(work.call, resource)
+
+    def _owner_of(self, call: Any, resource: str) -> Owner:
         key = call.session if call.session is not None and resource in self._kept else call.run.request.id
         return Owner(key, call.op.call.context)
 
@@ -298,21 +303,47 @@ class Follower:
         for contents in message.values:
             self._bases[contents.key] = _Base(*held(contents, self._device))
         work = [self._work(row) for row in message.rows]
-        flights = self.engine.launch(work)
-        first = 0
-        for flight in flights:
-            if flight.failure is None:
-                self._keep(message.step, first, flight)
-                for w in flight.work:
-                    w.call.done += w.tokens
-                    w.call.chunks += 1
-            first += len(flight.work)
+        if self._cuts(message.rows[0].op):
+            flights = self._launch_in_portions([w.call for w in work])
+        else:
+            flights, first = self.engine.launch(work), 0
+            for flight in flights:
+                if flight.failure is None:
+                    self._keep(message.step, first, flight)
+                first += len(flight.work)
+                _go_on(flight)
         if message.answers:
             self._fetch(message, flights)
         for w, row in zip(work, message.rows, strict=True):
             if not w.complete:
                 self._requests[row.request].partly[row.op] = w.call
-        self._flights.append((message, flights, began))
+        self._flights.append((message, work, flights, began))
+
+    def _cuts(self, op: int) -> bool:
+        """Whether the *op*-th call is cut into steps by a pool of this rank, which rank 0 cannot ask."""
+        call = self.routing.ops[op]
+        seat = self.routing.layout.seat_of(call.call.node, self.rank)
+        return seat is not None and 0 not in seat.ranks and self._portions.concern(call)
+
+    def _launch_in_portions(self, calls: list[CallRun]) -> list[Flight]:
+        """Steps of what is not known of *calls*, of which none has outputs."""
+        flights: list[Flight] = []
+        while calls:
+            work: list[Work] = []
+            tokens = self._step_tokens
+            for call in calls:
+                if tokens > 0 and not self._portions.skip(call):
+                    share = self._portions.work(call, tokens, first=not work)
+                    if share is not None:
+                        work.append(share)
+                        tokens -= -(-share.tokens // call.op.entry.step_items)
+            if not work:
+                break
+            launched = self.engine.launch(work)
+            flights += launched
+            failed = {id(w.call) for flight in launched if not _go_on(flight) for w in flight.work}
+            calls = [call for call in calls if call.remaining > 0 and id(call) not in failed]
+        return flights
 
     def _work(self, row: Row) -> Work:
         run = self._requests[row.request]
@@ -348,8 +379,8 @@ class Follower:
                     ref.late = on_the_way[id(ref.base)]
 
     def _land(self) -> None:
-        message, flights, began = self._flights.popleft()
-        results = [result for flight in flights for result in self.engine.land(flight)]
+        message, work, flights, began = self._flights.popleft()
+        results = self._landed([w.call for w in work], flights)
         failed = any(isinstance(result, Exception) for result in results)
         if failed and self.routing.meshed(message.rows[0].op):
             self._doubts[message.step] = time.monotonic() + DOUBT_S
@@ -372,6 +403,15 @@ class Follower:
             ]
         seconds = time.perf_counter() - began
         self._send([Landed(rank=self.rank, step=message.step, seconds=seconds, bases=bases, calls=calls)])
+
+    def _landed(self, calls: Sequence[CallRun], flights: Sequence[Flight]) -> list[RowResult | Exception]:
+        """What came of each of *calls*: nothing, where all of it was known."""
+        found: dict[int, RowResult | Exception] = {id(call): RowResult({}) for call in calls}
+        for flight in flights:
+            for w, result in zip(flight.work, self.engine.land(flight), strict=True):
+                if not isinstance(found[id(w.call)], Exception):
+                    found[id(w.call)] = result
+        return [found[id(call)] for call in calls]
 
     def _outputs(
         self,
@@ -439,3 +479,13 @@ class Follower:
         self._leaving.clear()
         self._bases.clear()
         self._requests.clear()
+
+
+def _go_on(flight: Flight) -> bool:
+    """The calls of *flight* are so much further; ``False`` if it could not be launched."""
+    if flight.failure is not None:
+        return False
+    for w in flight.work:
+        w.call.done += w.tokens
+        w.call.chunks += 1
+    return True
