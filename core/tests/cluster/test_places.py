@@ -115,7 +115,11 @@ async def test_ranks_are_killed_under_load(engine: dict[str, Any], arena_root: P
             for name, end in zip(names, ends, strict=True):
                 if isinstance(end, Done):
                     await ranks.assert_right(name, cases[name])
-            await ranks.until(lambda: ranks.executor.phase == Phase(name="ready"))
+            await ranks.until(
+                lambda rank=rank, was=before[rank]: (
+                    ranks.executor.pids.get(rank, was) != was and ranks.executor.phase == Phase(name="ready")
+                )
+            )
             after = ranks.executor.pids
             assert [other for other in after if after[other] != before[other]] == [rank]
             assert not lives(before[rank])

@@ -12,7 +12,6 @@ import yaml
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.spec.placement import layout_of, ranks_of
-from mstar.testing.drive import Driver
 from mstar.testing.miniatures import miniature
 from mstar.testing.rank_drive import RankDriver
 
@@ -77,10 +76,10 @@ def test_what_is_wrong_with_a_placement_is_told(placement: dict[str, Any], said:
         RankDriver(miniature("mini_tts"), placement=placement)
 
 
-def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
-    nodes = [node.name for node in Driver("mini_look").worker.plan.graph.nodes]
-    with pytest.raises(DeploymentError, match="keeps what it computes"):
-        RankDriver(miniature("mini_look"), placement=dict.fromkeys(nodes[:1], 1))
+def test_who_sees_is_where_it_is_read() -> None:
+    """Both use the embeddings that are kept by content."""
+    with pytest.raises(DeploymentError, match="the nodes that share resource 'media' must be placed alike"):
+        RankDriver(miniature("mini_look"), placement={"eye": 1})
 
 
 @pytest.mark.parametrize(
