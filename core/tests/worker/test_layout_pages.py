@@ -23,8 +23,11 @@ MODELS = {
     frozenset({"lm", "codec"}): "mini_tts",
     frozenset({"denoiser"}): "mini_denoise",
     frozenset({"lm"}): "mini_hybrid",
+    frozenset({"eye", "lm"}): "mini_look",
 }
 """Nodes that a page places → a miniature that has them."""
+NAMES = {"encoder": "eye", "llm": "lm"}
+"""Of a published model's nodes → in the miniature that sees."""
 
 
 def files(page: str) -> list[dict[str, Any]]:
@@ -42,6 +45,7 @@ PLACED = [
 
 @pytest.mark.parametrize("placement", PLACED)
 def test_a_layout_gives_the_answers_of_one_rank(placement: dict[str, Any]) -> None:
+    placement = {NAMES.get(node, node) if "llm" in placement else node: place for node, place in placement.items()}
     mini = miniature(MODELS[frozenset(placement)])
     assert_all_right(RankDriver(mini, placement=placement), mini, 5, seed=3)
 
