@@ -206,9 +206,14 @@ def test_answers_are_those_of_messages(key: str, placement: dict[str, Any], regi
 
 
 @pytest.mark.usefixtures("all_by_lanes")
-@pytest.mark.parametrize("key", ["mini_chat", "mini_seq2seq"])
+@pytest.mark.parametrize("key", ["mini_chat", "mini_seq2seq", "mini_look"])
 def test_cancelled_at_any_moment(key: str, registry: Registry) -> None:
-    placement = {"mini_chat": {"lm": {"prefill": 1, "decode": 0}}, "mini_seq2seq": {"encoder": 1, "decoder": 0}}[key]
+    seeing = {"look": 1, "generate": 0}
+    placement: Any = {
+        "mini_chat": {"lm": {"prefill": 1, "decode": 0}},
+        "mini_seq2seq": {"encoder": 1, "decoder": 0},
+        "mini_look": {"eye": seeing, "lm": seeing},
+    }[key]
     mini, rng = miniature(key), random.Random(3)
     driver = RankDriver(mini, registry, seed=8, placement=placement, engine=GLOO)
     for number, (name, example) in enumerate(examples(mini, 24, seed=31).items()):
