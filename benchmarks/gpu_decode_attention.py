@@ -7,6 +7,7 @@ could be copied. About two minutes.
     python benchmarks/gpu_decode_attention.py --out gpu_decode_attention.json
     python benchmarks/gpu_decode_attention.py --check        # no timings
     python benchmarks/gpu_decode_attention.py --sweep        # also blocks, warps and stages other than the default
+    python benchmarks/gpu_decode_attention.py --shape 16/4/256 --contexts 1024 --rows 8,16,32,64,128 --sweep
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ WAYS: tuple[tuple[int, int, int, int | None, float | None], ...] = (
     (32, 8, 128, 100, None),
     (8, 8, 64, None, 20.0),
     (16, 2, 256, None, None),
+    (16, 4, 256, None, None),
     (16, 1, 128, 7, None),
 )
 """Query heads, key heads, head size, window, soft cap."""
@@ -59,6 +61,10 @@ LAUNCHES = (
     (128, 4, 3),
 )
 """Tokens of a block, warps, stages."""
+WIDE_LAUNCHES = ((32, 4, 5), (32, 4, 3), (32, 4, 7), (16, 4, 5), (16, 4, 7), (32, 8, 5), (64, 8, 3))
+"""Likewise, of heads of 256."""
+SWEPT = ((1, 1024), (1, 8192), (4, 1024), (8, 1024), (16, 1024))
+"""Rows and contexts with which launches are compared."""
 
 
 class Layers:
@@ -101,9 +107,11 @@ class Layers:
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
-def check_replays(backend: FlashInferAttention) -> list[dict[str, Any]]:
+def check_replays(backend: FlashInferAttention, shape: tuple[int, ...] | None) -> list[dict[str, Any]]:
+    """Of all ways, or of one *shape*."""
     found = []
-    for (heads, kv_heads, dim, window, softcap), rows, page in itertools.product(WAYS, (1, 3, 8, 16), (16, 64)):
+    ways = [way for way in WAYS if shape in (None, way[:3])]
+    for (heads, kv_heads, dim, window, softcap), rows, page in itertools.product(ways, (1, 3, 8, 16), (16, 64)):
         case = Case(rows, rows, kv_heads, dim, page, 3000)
         layers = Layers(backend, case.memory, rows, heads, normed=rows != 3)
         ones = np.ones(rows, np.int64)
@@ -187,13 +195,16 @@ def time_line(
     return line
 
 
-def time_launches(backend: FlashInferAttention, bandwidth: float, shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+def time_launches(
+    backend: FlashInferAttention, bandwidth: float, shape: tuple[int, int, int], steps: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """*steps*: rows and context of each."""
     found, default = [], cuda_attention._launch
-    for launch in LAUNCHES:
+    for launch in WIDE_LAUNCHES if shape[2] == 256 else LAUNCHES:
         cuda_attention._launch = lambda size, launch=launch: launch  # type: ignore[misc]
         line: dict[str, Any] = {"heads": f"{shape[0]}/{shape[1]}", "block": launch[0], "warps": launch[1]}
         line["stages"] = launch[2]
-        for rows, context in ((1, 1024), (1, 8192), (4, 1024), (8, 1024), (16, 1024)):
+        for rows, context in steps:
             try:
                 spent = time_line(backend, bandwidth, shape, rows, context)["fused_us"]
             except Exception as error:  # more registers or shared memory than there is
@@ -211,15 +222,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the results to this file (JSON)")
     parser.add_argument("--check", action="store_true", help="correctness only")
     parser.add_argument("--sweep", action="store_true", help="also other blocks, warps and stages")
+    parser.add_argument("--shape", help="query heads/key heads/head size, of one of the ways that are checked")
+    parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     arguments = parser.parse_args()
+    contexts, rows = (tuple(map(int, each.split(","))) for each in (arguments.contexts, arguments.rows))
+    shape = tuple(map(int, arguments.shape.split("/"))) if arguments.shape else None
+    if shape is not None and shape not in {way[:3] for way in WAYS}:
+        parser.error("--shape is one of " + ", ".join("/".join(map(str, way[:3])) for way in WAYS))
+    shapes = SHAPES if shape is None else (shape,)
     if not torch.cuda.is_available():
         print("this program needs a GPU")
         return 2
     began, facts = time.perf_counter(), environment(("torch", "flashinfer-python", "triton"))
     torch.backends.cuda.matmul.allow_tf32 = False
     backend = FlashInferAttention()
-    triton_decode.ROWS = max(ROWS)
-    checks = check_replays(backend)
+    triton_decode.ROWS = max(*rows, 16)
+    checks = check_replays(backend, shape)
     wrong = [line for line in checks if line["error"] > 1]
     print(f"{len(checks)} checks in {time.perf_counter() - began:.1f} s, {len(wrong)} wrong; "
           f"worst error {max(line['error'] for line in checks):.2f} of the tolerance")  # fmt: skip
@@ -230,13 +249,16 @@ def main() -> int:
         print(f"copy {bandwidth / 1e12:.2f} TB/s")
         results["copy_bytes_per_s"] = bandwidth
         lines = [
-            time_line(backend, bandwidth, shape, rows, context)
-            for shape, context, rows in itertools.product(SHAPES, CONTEXTS, ROWS)
+            time_line(backend, bandwidth, each, count, context)
+            for each, context, count in itertools.product(shapes, contexts, rows)
         ]
         results["decode"] = lines
         show("norm, rotation, storing and attention: one kernel, and two", lines)
         if arguments.sweep:
-            results["launches"] = [line for shape in SHAPES[1:] for line in time_launches(backend, bandwidth, shape)]
+            swept = SWEPT if shape is None else [*itertools.product(rows, contexts)]
+            results["launches"] = [
+                line for each in shapes[-2:] for line in time_launches(backend, bandwidth, each, swept)
+            ]
             show("launches", results["launches"])
     results["seconds"] = time.perf_counter() - began
     if arguments.out is not None:

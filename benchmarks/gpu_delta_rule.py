@@ -3,19 +3,23 @@
 First outputs and states of captured steps, replayed with other rows in other places, are compared with the recurrence
 in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own:
 decoding beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three
-minutes.
+minutes. ``sweep`` tries other ways to take a matrix through a decoding step's program, in less than one.
 
     python benchmarks/gpu_delta_rule.py --out gpu_delta_rule.json
-    python benchmarks/gpu_delta_rule.py --check        # no timings
+    python benchmarks/gpu_delta_rule.py --parts check        # no timings
+    python benchmarks/gpu_delta_rule.py --parts sweep --out gpu_delta_sweep.json
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +31,8 @@ from gpu.report import write
 from gpu_attention import copy_bandwidth, seconds, show
 from torch import Tensor
 
-from mstar.nn.ops import cuda_delta, cuda_delta_chunks, delta_reference
+from mstar.nn.ops import cuda_delta, cuda_delta_chunks, cuda_delta_step, delta_reference
+from mstar.nn.ops.cuda_delta_step import Way
 from mstar.nn.ops.delta import CHUNK, GatedNorm, Spans, StateSlots
 
 __all__ = ["main"]
@@ -40,6 +45,24 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (256, 1024, 4096, 16384)
 MIXED = ((1, 512), (32, 512), (64, 2048))
 """Rows that decode, tokens of a prompt beside them."""
+PARTS = ("check", "decode", "prompts")
+SWEPT = (1, 8, 16, 32, 64, 128)
+"""Rows that are swept, with 16 heads of keys and 32 of values (4B and 9B) in as many layers as these have."""
+SWEPT_LAYERS = 24
+WAYS = (
+    Way(128, 4),
+    Way(128, 4, ahead=True),
+    Way(128, 8, once=True, ahead=True),
+    Way(64, 4, 2, ahead=True),
+    Way(64, 8, 2, once=True, ahead=True),
+    Way(32, 4, 1, ahead=True),
+    Way(32, 4, 3),
+    Way(32, 4, 3, ahead=True),
+    Way(32, 4, 3, once=True, ahead=True),
+    Way(32, 4, 4),
+    Way(32, 4, 4, once=True, ahead=True),
+    Way(32, 2, 3, ahead=True),
+)
 LIMITS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """Largest error, of the largest value. Factors of the products within chunks are rounded to the dtype."""
 
@@ -85,6 +108,14 @@ class Layers:
         out: Tensor = ops.gated_delta_net(
             self.mixed, self.a, self.b, self.weight, self.a_log, self.dt_bias, spans, *slots, self.norm
         )
+        return out
+
+    def step(self, way: Way, layer: int, spans: Spans) -> Tensor:
+        """A decoding step by *way*."""
+        slots = [StateSlots(pool[:, layer], self.source, self.target) for pool in (self.windows, self.states)]
+        out = self.mixed.new_empty((self.rows, self.v_heads, SIZE))
+        inputs = (self.mixed, self.a, self.b, self.weight, self.a_log, self.dt_bias)
+        cuda_delta_step.step(*inputs, spans, *slots, self.norm, out, way)
         return out
 
     @property
@@ -218,6 +249,43 @@ def parts(layers: Layers, spans: Spans) -> dict[str, float]:
     return {"conv": seconds(conv.replay), "rule": seconds(rule.replay)}
 
 
+# --- ways of a decoding step ------------------------------------------------------------------------------------------
+def try_way(way: Way) -> tuple[float, str]:
+    """In a process of its own, so that Triton's folder has the kernel: the largest error, and why it failed."""
+    try:
+        layers = Layers(*HEADS["4B"], 3, 3, layers=SWEPT_LAYERS)
+        wanted, state = exact(layers, 1, [1] * 3)
+        got = layers.step(way, 1, spans_of([1] * 3))
+        pairs = ((got.float(), wanted), (layers.states[:, 1][layers.target], state))
+        return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs), ""
+    except Exception as error:  # more shared memory than there is, say: that way is out
+        return float("inf"), f"{type(error).__name__}: {str(error).splitlines()[:1]}"
+
+
+def sweep(bandwidth: float) -> list[dict[str, Any]]:
+    """Microseconds of a layer by rows, and what copying takes."""
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), multiprocessing.get_context("spawn")) as pool:
+        tried = dict(zip(WAYS, pool.map(try_way, WAYS), strict=True))
+    lines: dict[Way, dict[str, Any]] = {
+        way: {**way._asdict(), "error": error, "fault": fault, "right": error <= LIMITS[DTYPE]}
+        for way, (error, fault) in tried.items()
+    }
+    copied: dict[str, Any] = {"columns": "copying", "right": True}
+    for rows in SWEPT:
+        layers, spans = Layers(*HEADS["4B"], rows, rows, layers=SWEPT_LAYERS), spans_of([1] * rows)
+        copied[str(rows)] = layers.step_bytes / bandwidth * 1e6
+        for way, line in lines.items():
+            if line["right"]:
+                line[str(rows)] = way_seconds(way, layers, spans) * 1e6
+    return [copied, *lines.values()]
+
+
+def way_seconds(way: Way, layers: Layers, spans: Spans) -> float:
+    graph = captured(lambda: [layers.step(way, number, spans) for number in range(layers.layers)])
+    return seconds(graph.replay, 20) / layers.layers
+
+
+# --- another library --------------------------------------------------------------------------------------------------
 def _library() -> Any:
     try:
         from fla.ops import gated_delta_rule
@@ -269,8 +337,9 @@ def library_prompt(layers: Layers, lengths: Sequence[int]) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results to this file (JSON)")
-    parser.add_argument("--check", action="store_true", help="correctness only")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join((*PARTS, "sweep")))
     arguments = parser.parse_args()
+    chosen = arguments.parts.split(",")
     if not torch.cuda.is_available():
         print("this program needs a GPU")
         return 2
@@ -284,12 +353,19 @@ def main() -> int:
         if arguments.out is not None:
             write(arguments.out, results)
 
-    done("check", "against the recurrence in float32", check())
-    wrong = [line for line in results["check"] if not line["right"]]
-    if not arguments.check and not wrong:
+    if "check" in chosen:
+        done("check", "against the recurrence in float32", check())
+    wrong = [line for line in results.get("check", ()) if not line["right"]]
+    if not wrong and chosen != ["check"]:
         bandwidth = results["copy_bandwidth"] = copy_bandwidth()
-        done("decode", "decoding, a layer", time_decode(bandwidth))
-        done("prompts", "prompts, a layer", time_prompts())
+        print(f"copying: {bandwidth / 1e12:.2f} TB/s")
+        if "sweep" in chosen:
+            done("sweep", "a layer of a decoding step, us by rows", sweep(bandwidth))
+            wrong += [line for line in results["sweep"] if not line["right"]]
+        if "decode" in chosen:
+            done("decode", "decoding, a layer", time_decode(bandwidth))
+        if "prompts" in chosen:
+            done("prompts", "prompts, a layer", time_prompts())
     print(f"{len(wrong)} wrong; {results['seconds']:.0f} s")
     return 1 if wrong else 0
 

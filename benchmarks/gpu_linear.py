@@ -4,11 +4,17 @@ A chain of decoder layers without attention, each with weights of its own, so th
 graph: as four plain products a layer (``cublas``), as the operations without the kernels of
 ``mstar.nn.ops.cuda_linear`` (``apart``), with them (``fused``), and with programmatic dependent launch (``early``).
 ``share`` is the time to read the weights at the copy bandwidth of the same run over the time taken. Results are
-compared with float32, and ``early`` with ``fused`` bit for bit over many replays.
+compared with float32, and ``early`` and every replay with ``fused`` bit for bit.
 
 ``--sweep`` first measures ways to cut each layer, for every class of rows, and prints the best as lines for
-``cuda_linear_table.TUNED``; the chain then uses them. Needs a CUDA machine; ``--check`` also runs in Triton's
-interpreter (``TRITON_INTERPRET=1 … --check --device cpu --dtype float16 --shapes tiny``).
+``cuda_linear_table.TUNED``; the chain then uses them. A minute and a half for 2 to 16 rows of all shapes, and as
+much for one row::
+
+    python benchmarks/gpu_linear.py --sweep --rows 2,4,8,16 --shapes all --chain qwen3.5-4b --out FEW.json
+    python benchmarks/gpu_linear.py --sweep --rows 1 --shapes all --chain qwen3.5-4b --out ONE.json
+
+Needs a CUDA machine; ``--check`` also runs in Triton's interpreter (``TRITON_INTERPRET=1 … --check --device cpu --dtype
+float16 --shapes tiny``).
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +45,35 @@ REPLAYS = 10
 SAME = 200  # replays whose results are compared bit for bit
 EPS = 1e-5
 LARGER_THAN_CACHES = 256 << 20
-ALL_SHAPES = {**SHAPES, "tiny": Shape(128, 4, 2, 32, 160, 700, False)}
 Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Features of a layer's products. *qkv*: of whatever comes before the mixing. *inner*: what comes out of it."""
+
+    hidden: int
+    qkv: int
+    inner: int
+    intermediate: int
+    vocab: int
+
+
+def sizes_of(shape: Shape) -> Sizes:
+    inner = shape.q_heads * shape.head_dim
+    qkv = inner + 2 * shape.kv_heads * shape.head_dim
+    return Sizes(shape.hidden, qkv, inner, shape.intermediate, shape.vocab)
+
+
+ALL_SHAPES = {
+    **{name: sizes_of(shape) for name, shape in SHAPES.items() if name != "tiny"},
+    "qwen3.5-4b": Sizes(2560, 12_352, 4096, 9216, 248_320),  # layers with a state
+    "qwen3.5-4b-attention": Sizes(2560, 10_240, 4096, 9216, 248_320),
+    "qwen3.5-9b": Sizes(4096, 12_352, 4096, 12_288, 248_320),
+    "qwen3.5-9b-attention": Sizes(4096, 10_240, 4096, 12_288, 248_320),
+    "tiny": Sizes(128, 256, 128, 160, 700),
+}
+PRODUCTS = ("qkv", "o", "gate_up", "down", "head")
 
 
 @dataclass
@@ -69,17 +103,14 @@ def weight(n: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
     return draw(n, k, dtype=dtype, device=device, scale=k**-0.5)
 
 
-def layers_of(shape: Shape, count: int, dtype: torch.dtype, device: str) -> list[Layer]:
-    heads = shape.q_heads * shape.head_dim
-    qkv = heads + 2 * shape.kv_heads * shape.head_dim
-
+def layers_of(shape: Sizes, count: int, dtype: torch.dtype, device: str) -> list[Layer]:
     def norm() -> Tensor:
         return (1 + 0.1 * torch.randn(shape.hidden, device=device)).to(dtype)
 
     return [
         Layer(
-            weight(qkv, shape.hidden, dtype, device),
-            weight(shape.hidden, heads, dtype, device),
+            weight(shape.qkv, shape.hidden, dtype, device),
+            weight(shape.hidden, shape.inner, dtype, device),
             weight(2 * shape.intermediate, shape.hidden, dtype, device),
             weight(shape.hidden, shape.intermediate, dtype, device),
             (norm(), norm()),
@@ -148,6 +179,9 @@ def exact(layers: list[Layer], stream: Tensor) -> Tensor:
     return x
 
 
+WAYS = (("cublas", cublas, False), ("apart", apart, False), ("fused", fused, False), ("early", fused, True))
+
+
 # --- one kind of layer ------------------------------------------------------------------------------------------------
 @dataclass
 class Product:
@@ -189,11 +223,10 @@ class Product:
         return made(rows, self.k), made(self.k), made(rows, self.n)
 
 
-def products(shape: Shape) -> list[Product]:
-    heads = shape.q_heads * shape.head_dim
+def products(shape: Sizes) -> list[Product]:
     return [
-        Product("qkv", heads + 2 * shape.kv_heads * shape.head_dim, shape.hidden, "norm"),
-        Product("o", shape.hidden, heads, "add"),
+        Product("qkv", shape.qkv, shape.hidden, "norm"),
+        Product("o", shape.hidden, shape.inner, "add"),
         Product("gate_up", 2 * shape.intermediate, shape.hidden, "gate"),
         Product("down", shape.hidden, shape.intermediate, "add"),
         Product("head", shape.vocab, shape.hidden, "norm"),
@@ -212,15 +245,24 @@ def apart_by(got: Tensor, want: Tensor) -> float:
 
 
 def captured(run: Run) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()
+    """Without ``torch.cuda.graph``, which collects garbage first: longer than most of these graphs take."""
+    side, graph = _side(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()
+        side.synchronize()
+        graph.capture_begin()
+        try:
+            out = run()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
     return graph, out
+
+
+@cache
+def _side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def microseconds(graph: torch.cuda.CUDAGraph) -> float:
@@ -236,14 +278,14 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
     return min(times)
 
 
-def measure(shape: str, rows: int, layers: list[Layer], bandwidth: float | None) -> Iterator[dict[str, Any]]:
+def measure(
+    shape: str, rows: int, layers: list[Layer], bandwidth: float | None, which: list[str]
+) -> Iterator[dict[str, Any]]:
     """One result for each way."""
     stream = draw(rows, layers[0].qkv.shape[1], dtype=layers[0].qkv.dtype, device=layers[0].qkv.device.type)
     want = exact(layers, stream)
     usual = apart_by(apart(layers, stream), want)
-    ways = [("cublas", cublas, False), ("apart", apart, False), ("fused", fused, False)]
-    if bandwidth is not None:
-        ways.append(("early", fused, True))
+    ways = [way for way in WAYS if way[0] in which and (bandwidth is not None or way[0] != "early")]
     floor = None if bandwidth is None else sum(layer.nbytes for layer in layers) / bandwidth * 1e6
     before: Tensor | None = None
     for name, way, early in ways:
@@ -255,18 +297,19 @@ def measure(shape: str, rows: int, layers: list[Layer], bandwidth: float | None)
             graph, out = captured(lambda way=way: way(layers, stream))  # type: ignore[misc]
             taken = microseconds(graph)
             result |= {"us_per_layer": taken / len(layers), "share": floor / taken}
-            if early and before is not None:
-                result["same"] = result["right"] = same_always(graph, out, before)
+            if name in ("fused", "early"):
+                result["same"] = result["right"] = same_always(graph, out, before if early else None)
         if name != "cublas":
             result["error"] = apart_by(out, want)
             result["right"] = result["right"] and result["error"] <= 1.5 * usual + 1e-6
-        before = out.clone()
+        before = out.clone() if name == "fused" else before
         pdl.use(False)
         yield result
 
 
-def same_always(graph: torch.cuda.CUDAGraph, out: Tensor, before: Tensor) -> bool:
-    """Whether every replay, one after another without a pause, ends with *before*."""
+def same_always(graph: torch.cuda.CUDAGraph, out: Tensor, before: Tensor | None) -> bool:
+    """Whether every replay, one after another without a pause, ends with *before* or the first one's result."""
+    before = out.clone() if before is None else before
     wrong = torch.zeros((), dtype=torch.int64, device=out.device)
     for _ in range(SAME):
         graph.replay()
@@ -289,14 +332,17 @@ def compile_one(job: tuple[Product, int, Cut, bool]) -> str | None:
     return None
 
 
-def sweep(shapes: list[str], classes: list[int], early: bool, bandwidth: float) -> list[dict[str, Any]]:
+def sweep(
+    shapes: list[str], which: list[str], classes: list[int], early: bool, bandwidth: float
+) -> list[dict[str, Any]]:
     known: dict[tuple[int, int, str], Product] = {}
     for name in shapes:
         for product in products(ALL_SHAPES[name]):
-            known.setdefault((product.n, product.k, product.takes), product)
+            if product.name in which:
+                known.setdefault((product.n, product.k, product.takes), product)
     jobs = [(p, rows, cut, early) for p in known.values() for rows in classes for cut in candidates(p.key(rows))]
-    # One job for what compiles to the same kernel: classes up to 16 rows share theirs.
-    once = {(id(p), rows if rows == 1 else max(rows, 16), cut): (p, rows, cut, early) for p, rows, cut, _ in jobs}
+    # One job for what compiles to the same kernel: classes up to 8 rows share theirs.
+    once = {(id(p), rows if rows == 1 else max(rows, 8), cut): (p, rows, cut, early) for p, rows, cut, _ in jobs}
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), multiprocessing.get_context("spawn")) as pool:
         faults = dict(zip(once, pool.map(compile_one, once.values(), chunksize=4), strict=True))
     pdl.use(early)
@@ -307,7 +353,7 @@ def sweep(shapes: list[str], classes: list[int], early: bool, bandwidth: float) 
         for rows in classes:
             works = [
                 cut for cut in candidates(product.key(rows))
-                if faults[id(product), rows if rows == 1 else max(rows, 16), cut] is None
+                if faults[id(product), rows if rows == 1 else max(rows, 8), cut] is None
             ]  # fmt: skip
             found.append(best(product, rows, works, weights, bandwidth))
         del weights
@@ -316,6 +362,11 @@ def sweep(shapes: list[str], classes: list[int], early: bool, bandwidth: float) 
     if out:
         print("not usable:", *out, sep="\n  ")
     return found
+
+
+def _written(cut: Cut) -> str:
+    *sizes, narrow = cut
+    return f"Cut({', '.join(map(str, sizes))}{', narrow=True' if narrow else ''})"
 
 
 def best(product: Product, rows: int, cuts: list[Cut], weights: list[Tensor], bandwidth: float) -> dict[str, Any]:
@@ -349,7 +400,7 @@ def best(product: Product, rows: int, cuts: list[Cut], weights: list[Tensor], ba
     result: dict[str, Any] = {
         "product": product.name, "key": list(key), "apart_us": plain, "apart_share": nbytes / bandwidth * 1e6 / plain,
         "cuts": [[list(cut), taken] for cut, taken in times.items()],
-        "line": f"    Key{tuple(key)}: {f'Cut{tuple(chosen)}' if chosen is not None else None},",
+        "line": f"    Key{tuple(key)}: {None if chosen is None else _written(chosen)},",
     }  # fmt: skip
     if fastest is not None:
         result |= {"best_us": times[fastest], "best_share": nbytes / bandwidth * 1e6 / times[fastest]}
@@ -359,10 +410,13 @@ def best(product: Product, rows: int, cuts: list[Cut], weights: list[Tensor], ba
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama-3.2-3b,qwen3-0.6b", help=f"of {', '.join(ALL_SHAPES)}")
+    parser.add_argument("--shapes", default="llama-3.2-3b,qwen3-0.6b", help=f"of {', '.join(ALL_SHAPES)}; or all")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64", help="batch sizes")
+    parser.add_argument("--ways", default=",".join(name for name, *_ in WAYS), help="to run the chain")
     parser.add_argument("--layers", type=int, default=LAYERS, help="with weights of their own")
     parser.add_argument("--sweep", action="store_true", help="look for the best cuts first")
+    parser.add_argument("--products", default=",".join(PRODUCTS), help="which the sweep is for")
+    parser.add_argument("--chain", help="shapes whose chains are measured: all, unless given")
     parser.add_argument("--early", action="store_true", help="sweep with programmatic dependent launch")
     parser.add_argument("--check", action="store_true", help="compare with float32 only")
     parser.add_argument("--device", default="cuda")
@@ -371,7 +425,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device")
-    seed, names = torch.seed(), options.shapes.split(",")
+    known = [name for name in ALL_SHAPES if name != "tiny"]
+    seed, names = torch.seed(), known if options.shapes == "all" else options.shapes.split(",")
     sizes = [int(rows) for rows in options.rows.split(",")]
     facts = environment(("torch", "triton"))
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -380,15 +435,16 @@ def main() -> int:
     with torch.inference_mode():
         if options.sweep and bandwidth is not None:
             classes = [each for each in CLASSES if each in {row_class(rows) for rows in sizes}]
-            found = content["sweep"] = sweep(names, classes, options.early, bandwidth)
+            which = options.products.split(",")
+            found = content["sweep"] = sweep(names, which, classes, options.early, bandwidth)
             columns = ("product", "key", "cut", "best_us", "best_share", "apart_us", "apart_share")
             table("Best cuts", [{**each, "key": str(each["key"])} for each in found], columns)
             print(*dict.fromkeys(each["line"] for each in found), sep="\n")
         results = content["results"] = []
-        for name in names:
+        for name in names if options.chain is None else filter(None, options.chain.split(",")):
             layers = layers_of(ALL_SHAPES[name], options.layers, getattr(torch, options.dtype), options.device)
             for rows in sizes:
-                results += measure(name, rows, layers, bandwidth)
+                results += measure(name, rows, layers, bandwidth, options.ways.split(","))
             del layers
     shown = [{**result, "right": "yes" if result["right"] else "NO"} for result in results]
     table("Layers without attention", shown, ("shape", "rows", "way", "us_per_layer", "share", "error", "right"), 4)

@@ -10,8 +10,9 @@ each: what breaks or takes longer than ``--limit`` is reported, and the next goe
 
 Parts, in the order in which they are run: ``floor``: products and attention of one step alone, and the step itself by
 plain PyTorch operations, with the fused kernels, and captured, the last two compared with the first. ``graphs``
-(captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``plain`` (neither
-kernels of M*'s own nor graphs): the same; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
+(captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``timeline``: where the
+time of one such request goes, step by step and gap by gap. ``plain`` (neither kernels of M*'s own nor graphs): as
+``graphs``; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
 the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``. ``eager``: the kernels without
 graphs. ``compiled`` (and compiled layers), ``vae-compiled``, ``diffusers-compiled``: minutes each. ``exact``: compiled
 with exact norms and eager rounding.
@@ -50,8 +51,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
 }
 PARTS = (
-    "floor", "graphs", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled", "diffusers-compiled",
-    "exact",
+    "floor", "graphs", "timeline", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled",
+    "diffusers-compiled", "exact",
 )  # fmt: skip
 MINUTES = ("compiled", "exact")
 """Parts that compile for each number of requests: one at a time is measured."""
@@ -127,6 +128,8 @@ def measure(shape_name: str, part: str, scratch: str, args: argparse.Namespace) 
         _without_kernels()
     if part in ENGINES:
         return _engine(shape, folder, part, at_once, args, Path(scratch) / f"{part}.npy")
+    if part == "timeline":
+        return _timeline(shape, folder, args, Path(scratch) / "trace.json")
     if part == "http":
         return _http(shape, folder, at_once, args)
     if part == "floor":
@@ -189,6 +192,47 @@ def _engine(
         answers = [answer for seed in range(4) for answer in asyncio.run(some(1, seed))]
         np.save(pictures, np.stack([answer.outputs["image"][0].frames[0] for answer in answers]))
     return found | _memory(args.device)
+
+
+def _timeline(shape: Any, folder: Path, args: argparse.Namespace, trace: Path) -> dict[str, Any]:
+    from gpu.timeline import digest as kernels
+    from gpu.timeline import profile_run
+    from image.timeline import Asked, digest, read_trace
+
+    import mstar
+
+    options = _options(shape, "graphs", args.device, [1])
+    options["engine"]["trace"] = str(trace)
+    knobs = {"width": shape.size, "height": shape.size, "num_inference_steps": shape.steps}
+    prepared: list[float] = []
+    with mstar.load(shape.key, weights=str(folder), device=args.device, settings=_settings_of(), **options) as model:
+        processor = model._service.processor
+        plain = processor.prepare
+
+        def prepare(*given: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return plain(*given)
+            finally:
+                prepared.append(time.monotonic() - began)
+
+        processor.prepare = prepare  # type: ignore[method-assign]
+
+        def ask(seed: int) -> Asked:
+            began = time.monotonic()
+            model.generate(PROMPT, seed=seed, **knobs)
+            return Asked(began, time.monotonic(), prepared[-1])
+
+        for seed in range(2):
+            ask(seed)
+        rounds = [ask(seed) for seed in range(max(args.rounds, 3))]
+        found: dict[str, Any] = {}
+        if args.device == "cuda":
+            found["kernels"] = kernels(profile_run(lambda: ask(0)), 1)
+        found["engine"] = dict(model.status()["engine"])
+    events = read_trace(trace)
+    digests = sorted((digest(events, asked) for asked in rounds), key=lambda d: float(d["total"]))
+    return {**digests[len(digests) // 2], "totals": [d["total"] for d in digests], **found}
 
 
 def _rates(run: Callable[[int], Any], at_once: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -262,14 +306,13 @@ def _floor(shape: Any, folder: Path, args: argparse.Namespace) -> dict[str, Any]
     }
     step = _step(device, dtype)
     with torch.inference_mode():
-        found = {**floor(node, inputs, step, args.rounds), "steps": shape.steps}
-        found["step_floor_s"] = found["products_s"] + found["attention_s"]
-        return found | ways(node, inputs, step, args.rounds)
+        found = {**floor(node, inputs, step, args.rounds, shape.steps), "steps": shape.steps}
+        return found | ways(node, inputs, step, args.rounds, shape.steps)
 
 
 def _vae(shape: Any, folder: Path, args: argparse.Namespace, compiled: bool) -> dict[str, Any]:
     import torch
-    from image.floor import seconds
+    from image.steady import seconds
 
     from mstar.engine.compile import compile_regions
 
@@ -399,6 +442,10 @@ def _derive(results: dict[str, Any], scratch: Path) -> None:
             derived["share_of_floor"] = floor["steps"] * floor["step_floor_s"] / max(best - vae, 1e-9)
 
 
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in values.items()}
+
+
 def _timed(floor: dict[str, Any]) -> list[str]:
     return [way for way in ("plain", "fused", "captured") if f"{way}_step_s" in floor]
 
@@ -416,6 +463,12 @@ def _print(results: dict[str, Any]) -> None:
             "part_s",
         ]
         table(shape, rows, columns, digits=3)
+        if "steps" in parts.get("timeline", {}):
+            from image.timeline import stages
+
+            table(f"{shape}, one picture", stages(parts["timeline"]), ["part", "ms", "share"])
+            steps = [{**step, "host": json.dumps(_rounded(step["host"]))} for step in parts["timeline"]["steps"]]
+            table(f"{shape}, its steps", steps, ["step", "ms", "gap", "captured", "ahead", "host"])
         for name, found in parts.items():
             if "error" in found:
                 print(f"{shape} {name}: {found['error']}", file=sys.stderr)

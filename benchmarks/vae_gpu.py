@@ -5,7 +5,8 @@
 
 First the check, which ends the program if it fails: the norm against float64, the decoder in bfloat16 no further from
 its float32 than with PyTorch's norms, a picture in a batch as it is alone. Then the norm's bytes a second beside those
-of a copy, and seconds a picture: with PyTorch's norms, with the fused ones, and these in a captured graph.
+of a copy, and seconds a picture: with PyTorch's norms, with the fused ones, and these in a captured graph. At the end,
+whether what is planned for a decode is what it needs.
 """
 
 from __future__ import annotations
@@ -60,9 +61,13 @@ def main(words: Sequence[str]) -> int:
             return 1
         found["norm"] = list(norms(config, sides, device, dtype, args.rounds))
         found["decode"] = list(decodes(node, sides, rows, device, dtype, args.rounds))
+    unplanned = [row for row in found["decode"] if not row["peak_gib"] <= row["planned_gib"] <= 1.3 * row["peak_gib"]]
     args.out.write_text(json.dumps(found, indent=2) + "\n")
     for name in ("norm", "decode"):
         table(name, found[name], list(found[name][0]), digits=6)
+    if unplanned and device.type == "cuda":
+        print(f"memory is planned wrongly: {unplanned}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -33,7 +33,7 @@ from gpu.engine import GREEDY, Loop
 from gpu.floors import copy_bandwidth, gemm_rate, products_graph
 from gpu.hybrid import SHAPES, HybridShape, publish
 from gpu.report import write
-from gpu.timeline import profile_steps
+from gpu.timeline import profile_steps, show_timeline
 
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
@@ -200,15 +200,31 @@ def decode(ours: Ours, floors: dict[str, Any], device: str) -> list[dict[str, An
     return rows
 
 
-def prefill(ours: Ours, floors: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+def prefill(ours: Ours, floors: dict[str, Any], repeats: int, device: str) -> list[dict[str, Any]]:
+    """First tokens of prompts alone, and what the device does meanwhile."""
+
+    def asks(tokens: int, count: int, after: Callable[[], None]) -> None:
+        for _ in range(count):
+            ours.first_token((ours.prompt(tokens), 1))
+            after()
+
     rows = []
     for tokens in ours.shape.prefills:
         ours.first_token((ours.prompt(tokens), 1))
         taken = [ours.first_token((ours.prompt(tokens), 1))["first_token_s"] for _ in range(repeats)]
         seconds, flops = statistics.median(taken), ours.shape.prefill_flops(tokens)
         share = flops / seconds / floors["gemm_flops_per_s"]
-        rows.append({"tokens": tokens, "ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "of_gemm_rate": share})
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "ms": seconds * 1e3,
+            "tokens_per_s": tokens / seconds,
+            "of_gemm_rate": share,
+        }
         print(f"  prefill {tokens}: {seconds * 1e3:.1f} ms, {share:.0%} of the rate of a product", flush=True)
+        if device != "cpu":
+            row["timeline"] = profile_steps(partial(asks, tokens), 1, 3)
+            show_timeline(row["timeline"])
+        rows.append(row)
     return rows
 
 
@@ -311,7 +327,7 @@ def _ours(
     runs: dict[str, Callable[[], Any]] = {
         "check": partial(check, ours, folder, words.device),
         "decode": partial(decode, ours, result["floors"], words.device),
-        "prefill": partial(prefill, ours, result["floors"], words.repeats),
+        "prefill": partial(prefill, ours, result["floors"], words.repeats, words.device),
         "turns": partial(turns, ours, words.repeats),
         "images": partial(images, ours, words.repeats),
     }

@@ -1,7 +1,7 @@
 """Replicas of M* behind Ray Serve, as many as the load asks for. Each is a whole server: all routes, streams, sockets.
 
     pip install 'mstar-core[ray]' mstar-demo
-    serve run --working-dir examples ray_serve:build model=smollm2
+    serve run --app-dir examples --working-dir examples ray_serve:build model=smollm2
     curl http://127.0.0.1:8000/v1/models
 
 Words after ``build`` are fields of :class:`Arguments`. deploy/kuberay has the same for Kubernetes.

@@ -40,15 +40,24 @@ def measured(tmp_path: Path, shape: str, parts: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
-    results = measured(tmp_path, "tiny", "plain,graphs,floor,vae,diffusers")
+    results = measured(tmp_path, "tiny", "plain,graphs,floor,timeline,vae,diffusers")
     ran = [part for part in results if part != "derived"]
-    assert ran == ["floor", "graphs", "plain", "vae", "diffusers"], "what is worth most comes first"
+    assert ran == ["floor", "graphs", "timeline", "plain", "vae", "diffusers"], "what is worth most comes first"
     for part in ("plain", "graphs", "diffusers"):
         assert results[part]["latency_s"] > 0
         assert results[part]["pictures_per_s_2"] > 0
     assert results["graphs"]["psnr_db"] == 99, "the same seeds and weights give the same pictures"
-    assert results["floor"]["products_s"] > 0
-    assert results["floor"]["attention_s"] > 0
+    floor = results["floor"]
+    # two blocks of each kind (8 products and one attention, 2 and one) and 8 products around them
+    assert floor["calls"] == 2 * 9 + 2 * 3 + 8, "layers of all kinds are in the floor"
+    for name in ("step_floor_s", "products_s", "attention_s", "cold_products_s", "cold_attention_s"):
+        assert floor[name] > 0
+    assert floor["plain_float32_db"] == 99, "on the CPU the plain step is in float32"
+    timeline = results["timeline"]
+    steps = ["text_encoder", "dit.prepare", "dit.step", "dit.step", "vae_decoder"]
+    assert [step["step"] for step in timeline["steps"]] == steps
+    counted = sum(timeline["stages"].values()) + sum(timeline[part] for part in ("before", "wait", "gaps", "out"))
+    assert counted == pytest.approx(timeline["total"], abs=0.5), "nothing is left over"
     assert results["floor"]["plain_step_s"] > 0
     assert results["vae"]["plain_s"] > 0
     derived = {"over_diffusers", "share_of_floor", "floor_s_a_step", "plain_share_of_floor"}
@@ -94,6 +103,37 @@ def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest
         return
     with open(left) as ended:
         assert select.select([ended], [], [], 30)[0]
+
+
+def test_a_timeline_is_cut_into_stages() -> None:
+    timeline = importlib.import_module("image.timeline")
+
+    def span(track: int, name: str, began: float, ended: float, **said: Any) -> dict[str, Any]:
+        times = {"ts": began * 1e3, "dur": (ended - began) * 1e3}
+        return {"ph": "X", "tid": track, "name": name, "args": said, **times}
+
+    denoise = {"entry": "step", "captured": True, "ahead": True, "rows": 1}
+    events = [
+        span(2, "dit", 900, 950, entry="step"),  # of a request before
+        {"ph": "b", "name": "request", "ts": 1010e3, "id": "r"},
+        span(2, "text_encoder", 1012, 1020, entry="forward", captured=False),
+        span(1, "step", 1010, 1100),
+        span(1, "land", 1019, 1021),
+        span(1, "route", 1021, 1024),
+        span(2, "dit", 1023, 1080, **denoise),
+        span(2, "dit", 1080, 1137, **denoise),
+        span(2, "vae_decoder", 1137, 1170, entry="forward", captured=True),
+    ]
+    found = timeline.digest(events, timeline.Asked(1.0, 1.172, 0.008))
+    assert found["stages"] == {"text": 8, "denoise": 114, "decode": 33}
+    parts = {name: found[name] for name in ("total", "before", "prepare", "wait", "gaps", "out")}
+    assert parts == pytest.approx({"total": 172, "before": 10, "prepare": 8, "wait": 2, "gaps": 3, "out": 2})
+    second = found["steps"][1]
+    assert second["host"] == pytest.approx({"land": 1, "route": 2}), "what the host did in the gap before it"
+    assert (second["step"], second["gap"], second["captured"]) == ("dit.step", 3, True)
+    assert sum(row["ms"] for row in timeline.stages(found)) == pytest.approx(172)
+    with pytest.raises(RuntimeError, match="no step"):
+        timeline.digest(events, timeline.Asked(2.0, 3.0, 0.0))
 
 
 def test_figures() -> None:

@@ -304,6 +304,18 @@ def test_replicas_of_ray_serve_are_whole_servers(
     nodes.assert_free()
 
 
+@pytest.mark.parametrize("page", ["docs/ray.md", "examples/ray_serve.py"])
+def test_serve_finds_the_example_where_its_commands_say(page: str) -> None:
+    from ray.serve.scripts import run
+
+    line = next(line for line in (ROOT / page).read_text().splitlines() if line.strip().startswith("serve run"))
+    given = run.make_context("run", line.split()[2:]).params
+    module = given["config_or_import_path"].partition(":")[0] + ".py"
+    assert (ROOT / given["app_dir"] / module).exists()  # for the command itself
+    assert (ROOT / given["working_dir"] / module).exists()  # for the replicas
+    assert given["arguments"][0] == "model=smollm2"
+
+
 async def test_a_node_with_another_version_is_refused() -> None:
     class Elsewhere:
         async def where(self, rank: int, folder: str) -> Where:

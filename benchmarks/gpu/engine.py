@@ -17,6 +17,7 @@ from gpu.child import Job
 from gpu.deploy import deployment
 from gpu.shapes import SHAPES, sizes_of
 from mstar.cluster.base import Phase, WorkerConfig
+from mstar.collector import settle as settle_collector
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.runtime.deployment_files import packaged_deployment
@@ -88,6 +89,7 @@ class Loop:
 
         config = WorkerConfig(key=key, weights=str(weights), deployment=merged)
         self.worker = Worker(config, registry, note, meshes)
+        settle_collector()
         self.load_s = time.perf_counter() - began
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
@@ -168,6 +170,7 @@ class Loop:
         self.worker.close()
         self.worker.events()
         del self.worker
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "busy", "digest", "profile_steps"]
+__all__ = ["Span", "busy", "digest", "profile_run", "profile_steps", "show_timeline"]
 
-TOP = 12
+TOP = 14
 _NAME_LENGTH = 120
 
 
@@ -70,7 +70,6 @@ def profile_steps(run: Callable[[int, Callable[[], None]], Any], warm: int, step
 
     :param run: ``run(count, after)`` makes *count* steps and calls *after* at the end of each.
     """
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
     if ProfilerActivity.CUDA not in supported_activities():
@@ -83,12 +82,36 @@ def profile_steps(run: Callable[[int, Callable[[], None]], Any], warm: int, step
         on_trace_ready=lambda p: found.extend(p.profiler.kineto_results.events()),
     ) as profiler:
         run(warm + steps, profiler.step)
-    spans = [
+    return digest(_spans(found), steps)
+
+
+def profile_run(run: Callable[[], Any]) -> list[Span]:
+    """What the device did while *run* ran, which waits for it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+    return _spans(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
+
+
+def _spans(events: Iterable[Any]) -> list[Span]:
+    from torch.autograd import DeviceType
+
+    return [
         Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in found
+        for event in events
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation() and not _is_marker(event.name())
     ]
-    return digest(spans, steps)
+
+
+def show_timeline(found: Mapping[str, Any]) -> None:
+    """Print what :func:`digest` gave, a kernel a line: µs a step, launches a step, name."""
+    if "top" not in found:
+        return
+    busy_us, span_us = found["busy_us_per_step"], found["span_us_per_step"]
+    print(f"    busy {busy_us:.0f} of {span_us:.0f} us a step, {found['kernels_per_step']:.0f} kernels")
+    for kernel in found["top"]:
+        print(f"    {kernel['us_per_step']:9.1f} us {kernel['per_step']:7.1f}  {kernel['name'][:90]}", flush=True)
 
 
 def _is_marker(name: str) -> bool:

@@ -1,92 +1,121 @@
 """The floor of a denoise step: the time of its matrix products and attention alone, as PyTorch runs them.
 
-Each product and each attention of one step is recorded with its shapes; then every shape is timed by itself, and
-counted as often as it came. What is left of a step is norms, modulation, rotation and launches.
+Each product and each attention of one step is recorded with its shapes. They are then run in their order, with the
+step's own weights, as one graph that is repeated as often as a picture has steps: :func:`~image.steady.steady`. What is
+left of a step is norms, modulation, rotation and launches. ``cold``: every shape by itself, on a device that has
+rested, and counted as often as it came.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from image.steady import captured, seconds, steady
 from mstar.nn.linear import Linear
 from mstar.nn.node import Node, Step
 from mstar_diffusion.dit import attention
 
-__all__ = ["floor", "seconds"]
-
-Call = tuple[str, tuple[int, ...], tuple[int, ...]]
+__all__ = ["floor"]
 
 
-def seconds(function: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """The median time of *function*."""
-    function()
-    found = []
-    for _ in range(rounds):
-        _wait(device)
-        began = time.perf_counter()
-        function()
-        _wait(device)
-        found.append(time.perf_counter() - began)
-    return sorted(found)[len(found) // 2]
+@dataclass(frozen=True)
+class _Call:
+    """A product by *weight*, or attention where there is none. *shape*: of the input or the queries; *other*: of the
+    weight or the keys."""
+
+    shape: tuple[int, ...]
+    other: tuple[int, ...]
+    weight: Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+        return self.weight is None, self.shape, self.other
 
 
-def floor(node: Node, inputs: dict[str, Tensor], step: Step, rounds: int) -> dict[str, float]:
-    """Seconds of the products and of the attention in one call of ``node.step``."""
-    calls: Counter[Call] = Counter()
+def floor(node: Node, inputs: dict[str, Tensor], step: Step, rounds: int, steps: int) -> dict[str, float]:
+    """Of one call of ``node.step``, of which a picture has *steps*: seconds of products and attention in their order
+    (``step_floor_s``), of the products and of the attention among themselves, and each ``cold``."""
+    calls: list[_Call] = []
     with torch.inference_mode():
         node.step(step, **inputs)  # type: ignore[operator]  # what is tried at a first call is not part of a step
         with _recorded(calls):
             node.step(step, **inputs)  # type: ignore[operator]
-    found = {"products_s": 0.0, "attention_s": 0.0}
-    for (kind, shape, other), count in calls.items():
-        once = seconds(_alone(kind, shape, other, step), step.device, rounds)
-        found["products_s" if kind == "linear" else "attention_s"] += count * once
-    return {**found, "calls": float(sum(calls.values()))}
+        given = {call.kind: _inputs(call, step) for call in calls}
+        parts = {
+            "step_floor": calls,
+            "products": [call for call in calls if call.weight is not None],
+            "attention": [call for call in calls if call.weight is None],
+        }
+        found = {"calls": float(len(calls)), "tflop": sum(_operations(call) for call in calls) / 1e12}
+        for name, some in parts.items():
+            run = _in_order(some, given, step)
+            run()
+            repeat, _ = captured(run, step.device)
+            found |= steady(repeat, step.device, rounds, steps, name)
+        found |= {"cold_products_s": 0.0, "cold_attention_s": 0.0}
+        for call, count in _counted(calls):
+            once = seconds(_in_order([call], given, step), step.device, rounds)
+            found["cold_attention_s" if call.weight is None else "cold_products_s"] += count * once
+    found["cold_step_floor_s"] = found["cold_products_s"] + found["cold_attention_s"]
+    return found
+
+
+def _operations(call: _Call) -> float:
+    """Additions and multiplications, of attention with all keys."""
+    if call.weight is None:
+        return 4.0 * math.prod(call.shape) * call.other[-2]
+    return 2.0 * math.prod(call.shape) * call.other[0]
+
+
+def _counted(calls: Sequence[_Call]) -> Iterator[tuple[_Call, int]]:
+    counts = Counter(call.kind for call in calls)
+    for kind, call in {call.kind: call for call in calls}.items():
+        yield call, counts[kind]
+
+
+def _in_order(calls: Sequence[_Call], given: dict[Any, tuple[Tensor, ...]], step: Step) -> Callable[[], None]:
+    def run() -> None:
+        with attention.attention_by("sdpa", step.device):
+            for call in calls:
+                if call.weight is None:
+                    F.scaled_dot_product_attention(*given[call.kind])
+                else:
+                    F.linear(*given[call.kind], call.weight)
+
+    return run
+
+
+def _inputs(call: _Call, step: Step) -> tuple[Tensor, ...]:
+    shapes = (call.shape, call.other, call.other) if call.weight is None else (call.shape,)
+    return tuple(torch.randn(shape, device=step.device, dtype=step.dtype) for shape in shapes)
 
 
 @contextmanager
-def _recorded(calls: Counter[Call]) -> Iterator[None]:
-    plain, sdpa = Linear.forward, attention.F.scaled_dot_product_attention
+def _recorded(calls: list[_Call]) -> Iterator[None]:
+    # not `forward`, which kinds of layers have their own of
+    plain, sdpa = Linear._multiplied, attention.F.scaled_dot_product_attention
 
-    def product(self: Linear, x: Tensor) -> Tensor:
-        calls["linear", tuple(x.shape), (self.out_features, self.in_features)] += 1
-        return plain(self, x)
+    def product(self: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(_Call(tuple(x.shape), tuple(self.weight.shape), self.weight))
+        return plain(self, x, bias)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Any, **named: Any) -> Tensor:
-        calls["attention", tuple(q.shape), tuple(k.shape)] += 1
+        calls.append(_Call(tuple(q.shape), tuple(k.shape)))
         return sdpa(q, k, v, *more, **named)
 
-    Linear.forward = product  # type: ignore[method-assign]
+    Linear._multiplied = product  # type: ignore[method-assign]
     attention.F.scaled_dot_product_attention = attend  # type: ignore[assignment]
     try:
         yield
     finally:
-        Linear.forward = plain  # type: ignore[method-assign]
+        Linear._multiplied = plain  # type: ignore[method-assign]
         attention.F.scaled_dot_product_attention = sdpa  # type: ignore[assignment]
-
-
-def _alone(kind: str, shape: tuple[int, ...], other: tuple[int, ...], step: Step) -> Callable[[], Any]:
-    device, dtype = step.device, step.dtype
-    if kind == "linear":
-        x, weight = torch.randn(shape, device=device, dtype=dtype), torch.randn(other, device=device, dtype=dtype)
-        return lambda: F.linear(x, weight)
-    q, k, v = (torch.randn(s, device=device, dtype=dtype) for s in (shape, other, other))
-
-    def attend() -> Tensor:
-        with attention.attention_by("sdpa", device):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    return attend
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

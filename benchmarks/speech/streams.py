@@ -32,10 +32,12 @@ RATE = 24_000
 
 @dataclass
 class Heard:
-    """One answer. :param asked: when. :param arrivals: (when, samples) of each piece of sound that came."""
+    """One answer. :param asked: when. :param arrivals: (when, samples) of each piece of sound that came.
+    :param open: how many of its requests run."""
 
     asked: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    open: int = 0
     fault: str | None = None
 
     @property
@@ -94,10 +96,11 @@ class Speaker(Loop):
         task, *rest = tasks
         prepared = self.processor.prepare(task, self.name())
         name = self.ask(prepared.request)
+        heard.open += 1
         self.heard[name], self._renderers[name], self._rest[name] = heard, self.processor.renderer(task, prepared), rest
 
     def busy(self, heard: Heard) -> bool:
-        return any(other is heard for other in self.heard.values())
+        return heard.open > 0
 
     def take(self) -> int:
         found = 0
@@ -110,7 +113,8 @@ class Speaker(Loop):
             if isinstance(event, Failed):
                 raise EngineError(f"{event.code}: {event.message}")
             self._next(event.id)
-            del self.heard[event.id], self._renderers[event.id]
+            self.heard.pop(event.id).open -= 1
+            del self._renderers[event.id]
             self.ended.add(event.id)
         return found
 

@@ -16,10 +16,11 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError
 
 from mstar.cluster.base import Phase
+from mstar.collector import YOUNG_OBJECTS
 from mstar.spec.errors import FaultFound, RequestError, SetupError
 from mstar.spec.processor import TextDelta
 from mstar_server.options import ServerOptions
-from mstar_server.run import YOUNG_OBJECTS, bind, serve, serve_async
+from mstar_server.run import bind, serve, serve_async
 
 CHAT = "/v1/chat/completions"
 LIMIT_S = 5.0

@@ -6,6 +6,7 @@ the client's acks. Its other behaviours are asked for by parameter and described
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass, field
@@ -140,7 +141,8 @@ class FakeWorker:
 
     def status(self) -> dict[str, Any]:
         sent = {name: run.sent for name, run in self.runs.items()}
-        return {"running": sorted(self.runs), "sent": sent, "log": self.log, "pid": os.getpid()}
+        facts = {"pid": os.getpid(), "frozen": gc.get_freeze_count()}
+        return {"running": sorted(self.runs), "sent": sent, "log": self.log, **facts}
 
     def close(self) -> None:
         self.closed = True

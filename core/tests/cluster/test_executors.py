@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 
 import numpy as np
@@ -151,6 +152,17 @@ async def test_two_executors_at_once(how: str) -> None:
         if how == "processes":
             pids = {(await driver.executor.status())["pid"] for driver in (one, two)}
             assert len(pids | {os.getpid()}) == 3
+
+
+@HOW
+async def test_a_worker_process_spares_the_collector_what_it_loaded(how: str) -> None:
+    before = gc.get_freeze_count()
+    async with Driver(how, fake_config()) as driver:
+        frozen = (await driver.executor.status())["frozen"]
+    if how == "processes":
+        assert frozen > 1000
+    else:  # the process is its caller's
+        assert frozen == before
 
 
 async def test_stopping_twice_at_once() -> None:

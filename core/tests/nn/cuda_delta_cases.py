@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mstar.nn.ops import cuda_delta, delta_reference
+from mstar.nn.ops import cuda_delta, cuda_delta_step, delta_reference
+from mstar.nn.ops.cuda_delta_step import Way
 from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -110,6 +111,41 @@ def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, v
     close(got, exact, LIMIT[dtype])
     close(state.pool, exact_state.pool, LIMIT[dtype])
     assert torch.equal(window.pool, exact_window.pool.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(128, 8, ahead=True),
+        Way(64, 4, 2, once=True),
+        Way(32, 4, 3, ahead=True),
+        Way(32, 2, 3, once=True, ahead=True),
+        Way(32, 4, 4),
+        Way(16, 4, 1, ahead=True),
+    ],
+)
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_all_ways_of_a_step_are_right(way: Way, state_dtype: torch.dtype) -> None:
+    """At the size that published models have, with rows of more tokens among those of one."""
+    key = value = 128
+    lengths, n, channels = [1, 2, 1], 4, 2 * K_HEADS * key + V_HEADS * value
+    mixed, a, b = draw(n, channels + 2 * V_HEADS).split((channels, V_HEADS, V_HEADS), 1)
+    weight, a_log, dt_bias = draw(channels, WIDTH), draw(V_HEADS) - 2, draw(V_HEADS)
+    window, state = slots(3, channels, WIDTH - 1), slots(3, V_HEADS, key, value, dtype=state_dtype)
+    norm = GatedNorm(draw(n, V_HEADS, value), draw(value), 1e-6)
+    before, exact_window, exact_state = state.pool.clone(), wide(window), wide(state)
+    spans = Spans(torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE), n)
+    inputs = (mixed, a, b, weight, a_log, dt_bias)
+    out = mixed.new_zeros((n, V_HEADS, value))
+    cuda_delta_step.step(*inputs, spans, window, state, norm, out, way)
+    exact = delta_reference.gated_delta_net(*inputs, spans, exact_window, exact_state, norm)
+    close(out[[0, 3]], exact[[0, 3]], 2e-5)
+    assert not out[1:3].any()
+    alone = state.target[[0, 2]]
+    close(state.pool[alone], exact_state.pool[alone], 2e-5 if state_dtype is torch.float32 else 2**-7)
+    assert torch.equal(window.pool[alone], exact_window.pool[alone])
+    untouched = [place for place in range(len(before)) if place not in alone.tolist()]
+    assert torch.equal(state.pool[untouched], before[untouched])
 
 
 @pytest.mark.parametrize("lengths", [[70], [1, 1]])

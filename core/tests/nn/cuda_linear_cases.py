@@ -23,7 +23,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 SIZES = [(256, 128, BF16), (144, 272, BF16), (144, 272, F16)]  # 144 × 272 fills no block
 CUTS = {
     1: [Cut(32, 128), Cut(64, 256, warps=1)],
-    4: [Cut(32, 64), Cut(32, 64, split=2, stages=3), Cut(64, 32, split=4)],
+    4: [Cut(32, 64), Cut(32, 64, split=2, stages=3), Cut(64, 32, split=4), Cut(16, 32, stages=3, narrow=True)],
 }
 
 
@@ -89,7 +89,9 @@ def gated(both: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-CASES = [*itertools.product([1], CUTS[1]), *itertools.product([3], CUTS[4]), (18, CUTS[4][1])]
+CASES = [
+    *itertools.product([1], CUTS[1]), *itertools.product([3], CUTS[4]), *itertools.product([18], CUTS[4][1::2]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("n", "k", "dtype"), SIZES)
@@ -127,16 +129,62 @@ def test_every_kind_of_layer(n: int, k: int, dtype: torch.dtype, rows: int, chos
         assert not counters.any()
 
 
-@pytest.mark.parametrize("split", [1, 4])
-def test_a_row_is_the_same_in_any_batch_of_its_class(split: int, cut: object) -> None:
-    cut(Cut(32, 32, split, 3))  # type: ignore[operator]
+FEW = [Cut(32, 32, 1, 3), Cut(32, 32, 4, 3), Cut(16, 32, 1, 3, narrow=True), Cut(32, 16, 1, 2, 8, narrow=True)]
+
+
+@pytest.mark.parametrize("chosen", FEW)
+def test_a_row_is_the_same_in_any_batch_of_its_class(chosen: Cut, cut: object) -> None:
+    cut(chosen)  # type: ignore[operator]
     x, weight, norm = draw(14, 256), draw(160, 256), draw(256)
-    together = cuda_linear.norm_gate_up(x, norm, 1e-5, weight, None)
-    assert together is not None
-    for rows in (2, 9):
-        some = cuda_linear.norm_gate_up(x[-rows:], norm, 1e-5, weight, None)
-        assert some is not None
-        assert torch.equal(some, together[-rows:])
+    for most, others in ((14, (9, 13)), (8, (5,))):
+        together = cuda_linear.norm_gate_up(x[-most:], norm, 1e-5, weight, None)
+        assert together is not None
+        for rows in others:
+            some = cuda_linear.norm_gate_up(x[-rows:], norm, 1e-5, weight, None)
+            assert some is not None
+            assert torch.equal(some, together[-rows:])
+
+
+@pytest.mark.parametrize("chosen", FEW)
+def test_two_to_sixteen_rows(chosen: Cut, cut: object) -> None:
+    """Of a layer that fills no block; those that are not there leave no trace."""
+    cut(chosen)  # type: ignore[operator]
+    weight, norm = draw(144, 272, scale=0.1), draw(272)
+    for rows in (7, 16) if INTERPRETED else range(2, 17):
+        x, stream = draw(rows, 272), draw(rows + 1, 144)
+        added = stream.clone()
+        assert cuda_linear.add_linear(added[:rows], x, weight, None)
+        close(added[:rows], stream[:rows].double() + x.double() @ weight.double().T)
+        assert torch.equal(added[rows], stream[rows])
+        activated = cuda_linear.norm_gate_up(x, norm, 1e-5, weight, None)
+        assert activated is not None
+        close(activated, gated(normed(x, norm, 1e-5) @ weight.double().T))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are a GPU's")
+@pytest.mark.parametrize("chosen", FEW)
+def test_captured_layers_give_the_same_in_every_replay(chosen: Cut, cut: object) -> None:
+    cut(chosen)  # type: ignore[operator]
+    x, norm, weights = draw(8, 2560), draw(2560), [draw(2560, 2560, scale=0.02) for _ in range(4)]
+
+    def run() -> Tensor:
+        out = x.clone()
+        for weight in weights:
+            hidden = cuda_linear.norm_linear(out, norm, 1e-5, weight, None)
+            assert hidden is not None
+            assert cuda_linear.add_linear(out, hidden, weight, None)
+        return out
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        plain = run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(100):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, plain)
 
 
 def test_deterministic_layers_give_a_row_the_same_alone_and_in_a_prompt() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +55,7 @@ def _compile(
     assert wait, "the kernel does not wait for those before it"
     assert "st.global" not in before
     assert "atom." not in before
-    if kernel.__name__ not in ("_one_row", "_few_rows"):
+    if kernel.__name__ not in ("_one_row", "_few_rows", "_narrow"):
         assert "ld.global" not in before
     return ptx
 
@@ -66,7 +65,6 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda
     from mstar.nn.ops import cuda_attention as attention
-    from mstar.nn.ops import cuda_sampling as sampling
 
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
@@ -100,7 +98,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
     shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
     way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
-    decoding = _compile(attention._decode, mixed + listed, "eps:fp32", **shape, **way)
+    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
     from mstar.nn.ops import cuda_invariant as invariant
@@ -114,39 +112,52 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     line = attending.partition("atom.global.gpu.acq_rel")[0].rpartition("$L__BB")[2]
     assert "bar.sync" in line
     assert "st.global" not in line.partition("bar.sync")[2]
-    rows = "logits:bf16 slots:i64 floats:fp32 tops:fp32 "
-    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "block": 4096}
-    lanes: dict[str, Any] = {**sizes, "block_lanes": 4}
-    assert _compile(sampling._summarise, rows + "sums:fp32 places:i32", **sizes)
-    passes = rows + "top_ks:i64 parts_before:fp32 state_before:fp64 parts:fp32 state:fp64"
-    assert _compile(sampling._histogram, passes, "shift:i32", second=True, level=1, **lanes)
-    before = "top_ks:i64 parts_first:fp32 state_first:fp64 parts_second:fp32 state_second:fp64 "
-    assert _compile(sampling._filtered, rows + before + "thresholds:fp32 sums:fp32", **lanes)
-    drawn = "top_ks:i64 uniforms:fp64 sums:fp32 places:i32 thresholds:fp32 sums_filtered:fp32 ids:i64"
-    assert _compile(sampling._choose, rows + drawn, filters=True, **lanes)
-    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32"
-    assert _compile(
-        sampling._edit, edited, width=282, **{name: size for name, size in sizes.items() if name != "blocks"}
-    )
+
+
+def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_edits, cuda_sampling
+    from mstar.nn.ops import cuda_filters as filters
+
+    rows = "logits:bf16 slots:i64 floats:fp32 "
+    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "early": True}
+    block, lanes = {"block": 4096}, {"block_lanes": 4}
+    blocks = "tops:fp32 sums:fp32 places:i32 "
+    assert _compile(cuda_sampling._summarise, rows + blocks, **sizes, **block)
+    drawn = "top_ks:i64 uniforms:fp64 thresholds:fp32 sums_filtered:fp32 ids:i64"
+    assert _compile(cuda_sampling._choose, rows + blocks + drawn, filters=True, **sizes, **block, **lanes)
+    rows += "top_ks:i64 bounds:fp64 found:i32 "
+    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", warps=8, **sizes, **lanes)
+    kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
+    assert _compile(filters._collect, kept, warps=8, **sizes, **block)
+    assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
+    assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
+    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32 flags:u8"
+    del sizes["blocks"]
+    assert _compile(cuda_edits._edit, edited, width=282, groups=1125, **sizes, **block)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mstar.nn.ops import cuda_delta as delta
     from mstar.nn.ops import cuda_delta_chunks as chunks
+    from mstar.nn.ops import cuda_delta_step as steps
 
     heads: dict[str, Any] = {"v_heads": 4, "key": 128, "value": 128}
     layer = "mixed:bf16 a:bf16 b:bf16 weight:bf16 a_log:fp32 dt_bias:bf16 windows:bf16 states:fp32 out:bf16 "
     places = "gate:bf16 norm:bf16 offsets:i64 window_source:i64 window_target:i64 state_source:i64 state_target:i64"
     strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
     one = {"width": 4, "k_heads": 2, "gate_stride": 1536, "window_kept": True, "state_kept": True}
-    decode = _compile(
-        delta._decode, layer + places, "eps:fp32", aligned=True, warps=4, normed=True, single=True,
-        **heads, **strides, **one,
-    )  # fmt: skip
-    assert decode.count("st.global.v4") == 32  # a matrix of 64 kB: 128 numbers a thread
-    # All of it is under way before anything that is computed is waited for.
-    assert decode.index("ex2.approx") > [found.start() for found in re.finditer("ld.global.v4", decode)][31]
+    for way, stored, fetched in ((steps.Way(128, 8, ahead=True), 16, 0), (steps.Way(32, 4, 3, ahead=True), 8, 16)):
+        options = {"columns": way.columns, "stages": way.stages, "once": way.once, "ahead": way.ahead}
+        decode = _compile(
+            steps._delta_step, layer + places, "eps:fp32", aligned=True, warps=way.warps, normed=True, single=True,
+            **heads, **strides, **one, **options,
+        )  # fmt: skip
+        assert decode.count("st.global.v4") >= stored  # 16 bytes of the matrix at a time
+        assert decode.count("cp.async.cg") >= fetched
+        # The matrix is on its way before anything that is computed is waited for.
+        assert decode.index("prefetch.global.L2") < decode.index("ex2.approx")
     rows = "x:bf16 weight:bf16 bias:bf16 windows:bf16 out:bf16 source:i64 target:i64 row_of:i64 offsets:i64"
     sizes: dict[str, Any] = {
         "stride": 1536,
@@ -164,13 +175,31 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     way: dict[str, Any] = {"chunk": 64, "longer": True, "precision": "tf32x3"}
     gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
     prepared = _compile(
-        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **heads, **strides, **way
+        chunks._prepare,
+        gates + scratch,
+        "most:i32",
+        aligned=True,
+        group=2,
+        raw=True,
+        solving="tf32",
+        **heads,
+        **strides,
+        **way,
     )
     assert "wgmma" in prepared
     # Sizes that ptxas gets wrong with products of a warp group have none.
     small = {**heads, "key": 16, "value": 32, "warps": chunks.warps(16, 32)}
     assert "wgmma" not in _compile(
-        chunks._prepare, gates + scratch, "most:i32", aligned=True, group=2, raw=True, **small, **strides, **way
+        chunks._prepare,
+        gates + scratch,
+        "most:i32",
+        aligned=True,
+        group=2,
+        raw=True,
+        solving="tf32",
+        **small,
+        **strides,
+        **way,
     )
     scan = (
         scratch.replace("table:i32", "offsets:i64")
@@ -223,6 +252,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
     pointers = "means:fp32 squares:fp32 weight:bf16 bias:bf16 factor:fp32 addend:fp32"
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
+    single = "piece:i32 pieces:i32 eps:fp32"  # an argument that is 1 is a constant to Triton
+    assert _compile(norm._factors, pointers, single, points=1, turns=1, **widths)
     pointers = "x:bf16 factor:fp32 addend:fp32 out:bf16"
     applied = _compile(norm._apply, pointers, "points:i32", aligned=True, activated=True, **sizes)
     assert "ld.global.v4" in applied
@@ -240,22 +271,33 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
     )
     before, _, _ = one.partition("griddepcontrol.wait")
     assert before.count("ld.global") == 4  # a tile of 8 kB: 64 bytes a thread, in pieces of 16
-    assert "cp.async.bulk.prefetch" in before  # the next one
+    assert "prefetch.global.L2" in before  # the next one
     few = _compile(
         cuda_linear._few_rows, pointers + "parts:fp32 counters:i32", "rows:i32 eps:fp32", aligned=True,
         x_stride=1024, out_stride=1024, block_n=64, block_m=16, block_k=128, split=2, stages=4, added=True, **sizes,
     )  # fmt: skip
     before, _, _ = few.partition("griddepcontrol.wait")
-    assert "cp.async.bulk.prefetch" in before
+    assert "prefetch.global.L2" in before
     assert "wgmma.mma_async" in few
     assert few.count("cp.async.cg") >= 3 * 8  # three steps on their way before the first is used
     counted = few.index("atom.global.gpu.acq_rel")
     assert few.rindex("st.global", 0, counted) < few.rindex("bar.sync", 0, counted)  # parts are stored, by all threads
     assert "ld.global.cg" in few[counted:]  # not from a cache that other programs do not write to
+    for rows in (8, 16):
+        narrow = _compile(
+            cuda_linear._narrow, pointers, "rows:i32 eps:fp32", aligned=True, x_stride=1024, out_stride=1024,
+            block_n=16, block_m=rows, block_k=128, within=4, stages=3, added=True, **sizes,
+        )  # fmt: skip
+        before, _, _ = narrow.partition("griddepcontrol.wait")
+        assert "prefetch.global.L2" in before
+        assert narrow.count("cp.async.cg") >= 2 * 16  # two steps on their way, a row's 256 bytes in pieces of 16
+        assert "mma.sync" in narrow
+        assert "ldmatrix" in narrow  # weights do not pass through registers on their way
+        assert "atom." not in narrow
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
-    from mstar.nn.ops import cuda, cuda_sampling, reference
+    from mstar.nn.ops import cuda, cuda_edits, cuda_sampling, reference
 
     on_cuda: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
     elsewhere: Any = SimpleNamespace(is_cpu=False, is_cuda=False)
@@ -263,7 +305,7 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
-    assert ops.fused_edit(torch.device("cuda")) is cuda_sampling.edit
+    assert ops.fused_edit(torch.device("cuda")) is cuda_edits.edit
     assert ops.fused_edit(torch.device("cpu")) is None
 
 

@@ -175,6 +175,19 @@ def test_load_runs_the_real_engine(executor: str) -> None:
         assert "".join(model.chat("abc", max_tokens=5, stream=True)) == first
 
 
+@pytest.mark.parametrize("written", ["", "executor: processes\n"])
+def test_a_file_says_how_many_processes_it_takes(tmp_path: Path, written: str) -> None:
+    settings = Settings(plugins=(), extra_plugins=("mstar.testing.miniatures",))
+    file = tmp_path / "deployment.yaml"
+    file.write_text(f"{written}placement: {{encoder: 1, decoder: 0}}\ndevice: cpu\n")
+    with load("mini_seq2seq", settings=settings, config=file) as model:
+        assert [one["rank"] for one in model.status()["ranks"]] == [1]  # beside rank 0
+        assert model.generate("abc").text
+    file.write_text(f"{written}device: cpu\n")
+    with load("mini_seq2seq", settings=settings, config=file) as model:
+        assert model._service._executor.in_process == (not written)
+
+
 def test_a_result_joins_what_belongs_together() -> None:
     frame = np.zeros((1, 2, 2, 3), np.uint8)
     deltas = [

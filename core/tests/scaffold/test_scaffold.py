@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import tomllib
 import wave
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from mstar.scaffold.patterns import PATTERNS
 from mstar.scaffold.write import write_package
 from mstar.spec.errors import SetupError
 
+ROOT = Path(__file__).parents[3]
 NAMES = Names("mstar-newborn", "mstar_newborn", "newborn", "newborn", "Newborn")
 
 
@@ -37,6 +40,20 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for pattern in PATTERNS:
         write_package(root / pattern / NAMES.distribution, NAMES, pattern)
     return {pattern: root / pattern / NAMES.distribution for pattern in PATTERNS}
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """As :func:`packages`, each with names of its own, so that one process can have all of them."""
+    root = tmp_path_factory.mktemp("side_by_side")
+    for pattern in PATTERNS:
+        names = Names(f"mstar-{pattern}", _module(pattern), pattern, pattern, "New")
+        write_package(root / pattern, names, pattern)
+    return {pattern: root / pattern for pattern in PATTERNS}
+
+
+def _module(pattern: str) -> str:
+    return "mstar_" + pattern.replace("-", "_")
 
 
 def environment(package: Path | None = None, **more: str) -> dict[str, str]:
@@ -55,9 +72,23 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 
 @every_pattern
-def test_its_own_tests_pass(packages: dict[str, Path], pattern: str) -> None:
-    """Parity with its reference, HTTP, conformance: all that an author sees on the first day."""
-    call("pytest", "-q", "-p", "no:cacheprovider", cwd=packages[pattern])
+def test_its_own_tests_pass(side_by_side: dict[str, Path], pattern: str) -> None:
+    """Parity with its reference, HTTP, conformance: all that an author sees on the first day.
+
+    In this process, which has torch and M*'s kernels loaded.
+    """
+    folder = side_by_side[pattern]
+    with chdir(folder):
+        status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error"])
+    for name, module in tuple(sys.modules.items()):  # the next package has a `reference` and a `conftest` too
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(folder):
+            del sys.modules[name]
+    assert status is pytest.ExitCode.OK
+
+
+def test_an_author_can_run_them(packages: dict[str, Path]) -> None:
+    """By themselves, without what this process has loaded."""
+    call("pytest", "-q", "-p", "no:cacheprovider", "-k", "not Family", cwd=packages["other"])
 
 
 @every_pattern
@@ -97,19 +128,14 @@ def test_every_function_and_class_is_used_or_offered(packages: dict[str, Path], 
             assert node.name in entries | inherited or text.count(node.name) > 1, node.name
 
 
-def test_types(packages: dict[str, Path], tmp_path: Path) -> None:
-    """mypy once over all of them; they share their names, so each is renamed first."""
-    for pattern in PATTERNS:
-        package = "mstar_" + pattern.replace("-", "_")
-        names = Names(f"mstar-{pattern}", package, pattern, pattern, "New")
-        write_package(tmp_path / pattern, names, pattern)
-    sources = [str(tmp_path / pattern / "src" / ("mstar_" + pattern.replace("-", "_"))) for pattern in PATTERNS]
-    path = os.pathsep.join(
-        [str(tmp_path / pattern / "src") for pattern in PATTERNS] + [p for p in sys.path if "src" in p]
-    )
-    words = ("mypy", "--strict", "--explicit-package-bases", "--cache-dir", str(tmp_path / "cache"), "--no-incremental")
-    (tmp_path / "mypy.ini").write_text("[mypy]\npython_version = 3.11\n")
-    call(*words, "--follow-imports", "silent", *sources, cwd=tmp_path, MYPYPATH=path)
+def test_types(side_by_side: dict[str, Path], tmp_path: Path) -> None:
+    """mypy as strict as for our own code, once over all of them. It begins with what the last run found."""
+    if (ROOT / ".mypy_cache").is_dir():
+        shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
+    sources = [folder / "src" for folder in side_by_side.values()]
+    path = os.pathsep.join(map(str, sources))
+    packages = [str(source / _module(pattern)) for pattern, source in zip(side_by_side, sources, strict=True)]
+    call("mypy", "--cache-dir", str(tmp_path / "cache"), *packages, cwd=ROOT, MYPYPATH=path)
 
 
 # --- served ----------------------------------------------------------------------------------------------------------

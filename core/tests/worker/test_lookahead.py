@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mstar.engine.engine import Engine, Flight
+from mstar.engine.step import RowResult, Work
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import Example, Miniature, miniature
 from mstar.testing.miniatures.common import decode
@@ -108,8 +111,8 @@ def test_state_of_other_kinds_is_launched_ahead_too(key: str) -> None:
     worker, ahead = drive.worker, []
     plain = worker.ahead._foresee
 
-    def noted(flight: Flight, alone: bool) -> None:
-        plain(flight, alone)
+    def noted(flight: Flight) -> None:
+        plain(flight)
         ahead.extend(w.call.partition.ahead is not None for w in flight.work)
 
     worker.ahead._foresee = noted  # type: ignore[method-assign]
@@ -145,3 +148,35 @@ def test_a_session_goes_on_from_the_state_before_a_retracted_step() -> None:
             hits += drive.ended["first"].reason == "stop"  # type: ignore[union-attr]
         assert answers[0] == answers[1]
     assert hits
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_what_follows_a_loop_of_known_length_is_launched_before_its_last_step_has_landed(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    order: list[tuple[str, str]] = []
+    launch, land = Engine._launch, Engine.land
+
+    def what(work: Sequence[Work]) -> str:
+        op = work[0].call.op
+        return "write" if op.entry.name != "imagine" else "show" if op.call.emit else "paint"
+
+    def noted_launch(self: Engine, work: Sequence[Work]) -> Flight:
+        order.append(("launch", what(work)))
+        return launch(self, work)
+
+    def noted_land(self: Engine, flight: Flight) -> list[RowResult | Exception]:
+        order.append(("land", what(flight.work)))
+        return land(self, flight)
+
+    monkeypatch.setattr(Engine, "_launch", noted_launch)
+    monkeypatch.setattr(Engine, "land", noted_land)
+    mini, drive = driver("mini_unified")
+    (example,) = examples(mini, 1).values()
+    example = replace(example, knobs={**example.knobs, "steps": steps}, want=())
+    drive.submit("r", example)
+    drive.run()
+    assert order.count(("launch", "paint")) == steps
+    assert order.index(("launch", "show")) < len(order) - 1 - order[::-1].index(("land", "paint"))
+    np.testing.assert_allclose(drive.result("r")["pixels"], mini.expected(example)["pixels"], rtol=1e-6)
+    drive.assert_empty()

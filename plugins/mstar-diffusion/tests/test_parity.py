@@ -187,7 +187,7 @@ def test_published_schedules() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**31, 2**40 + 5, 2**63 - 1])
-@pytest.mark.parametrize("shape", [(16,), (17,), (3, 7, 5), (16, 32, 32)])
+@pytest.mark.parametrize("shape", [(16,), (17,), (3, 7, 5), (16, 32, 32), (2, 33_003)])
 def test_noise_is_pytorchs(seed: int, shape: tuple[int, ...]) -> None:
     right = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed)).numpy()
     np.testing.assert_allclose(normal(shape, seed), right, rtol=2e-6, atol=2e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from diffusers_pipelines import KINDS, model_of, node_of, step
 
+from mstar.nn import ops
 from mstar.testing.compiling import fresh_compiler
+from mstar_diffusion.vae.blocks import Decoder
 from mstar_diffusion.vae.nodes import VaeDecoder
 from mstar_diffusion.z_image.model import ZImage
 
@@ -77,6 +81,42 @@ def test_a_captured_step_keeps_little_and_asks_the_device_nothing(
     on_lane.lane.trial = False
     assert torch.equal(node.forward(on_lane, tokens)["image"], plain)
     assert not asked
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that operations made and nobody has let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not any(isinstance(x, Tensor) and _same(x, made) for x in args):
+            size = made.untyped_storage().nbytes()
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(made.untyped_storage(), self._gone, size)
+        return made
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("widths", [(16, 32, 64, 64), (12, 24, 48, 48), (32, 32), (8, 64, 64), (64, 16, 8), (8,)])
+def test_what_a_decode_holds_is_known(monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...]) -> None:
+    """With a norm that is one operation, as the fused one is; beside maps there are a few numbers a channel."""
+    monkeypatch.setattr(ops, "group_norm", lambda x, *more: torch.clone(x))
+    decoder = Decoder(3, 4, widths, 2, 4, attention=False).requires_grad_(False)
+    latent = torch.randn(1, 4, 16, 16)
+    with Held() as held:
+        picture = decoder(latent)
+    pixels = picture.shape[2] * picture.shape[3]
+    assert held.most / 4 / pixels == pytest.approx(decoder.numbers_at_peak(), rel=0.03)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from mstar.collector import settle
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Processor
@@ -40,10 +41,6 @@ FLUSH_S = 5
 TELL_S = 5.0
 """How often a start says what it waits for."""
 
-YOUNG_OBJECTS = 5000
-"""How many objects the collector lets pile up before it looks for circles among them. With CPython's own 700, a quarter
-of the time of a server with 1,000 streams goes into it (benchmarks/NOTES.md)."""
-
 
 def serve(
     services: Mapping[str, Service],
@@ -64,17 +61,10 @@ def serve(
     thresholds = gc.get_threshold()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve_async({**services, **later}, registry, options, listener, _settle))
+            runner.run(serve_async({**services, **later}, registry, options, listener, settle))
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-def _settle() -> None:
-    """Tune the collector of a process that does nothing but serve: what is there when all models are ready stays."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
 
 
 async def serve_async(

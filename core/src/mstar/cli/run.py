@@ -1,4 +1,5 @@
-"""``mstar run KEY "text"``: one request from the terminal, with the model loaded into this process.
+"""``mstar run KEY "text"``: one request from the terminal, with the model loaded into this process, or into the
+processes of its layout.
 
 Files are decoded and encoded by the server's own code, which is looked up by name: the core does not import it.
 """

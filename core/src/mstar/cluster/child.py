@@ -32,6 +32,7 @@ from mstar.cluster.transport import (
     WorkerFailed,
 )
 from mstar.cluster.worker_loop import Linked, Pulse, Steppable, run_worker
+from mstar.collector import settle as settle_collector
 from mstar.log_format import begin_logging
 from mstar.registry import load_object
 from mstar.spec.errors import FaultFound, SetupError
@@ -110,6 +111,7 @@ def work(
         if job.link is not None:
             made.answer, end = channel.await_rank_0(job.link)
             channel.send([RankFacts(at=end, facts=made.facts(job.link))])
+        settle_collector()
         channel.report_phase(Phase(name="ready"))
         run_worker(worker, channel, pulse)
         worker.close()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -116,7 +116,7 @@ class Engine:
         op = work[0].call.op
         entry, node = op.entry, op.call.node
         used = [self.resources[name] for name in entry.resources]
-        rows = list(zip(*(self._rows(w, used) for w in work), strict=True)) if used else []
+        rows = list(zip(*[self._rows(w, used) for w in work], strict=True)) if used else []
         lane = self._lane(work, used, rows)
         try:
             with torch.inference_mode():
@@ -254,15 +254,18 @@ class Engine:
 
     def _rows(self, w: Work, used: Sequence[Resource]) -> tuple[Row, ...]:
         """The call's row for each of the resources."""
-        call, ids = w.call, _ids(w)
+        call = w.call
+        ids = _ids(w)
         w.known = ids is not None
         if w.tokens != 1 or not w.complete:
             return tuple([Row(self._owner(w, resource.name), w.tokens, w.complete, ids, w.start) for resource in used])
-        rows: tuple[Row, ...] | None = call.run.rows.get(call.op)
+        op, kept = call.op, call.run.rows
+        rows: tuple[Row, ...] | None = kept.get(op)
         if rows is None:
-            rows = call.run.rows[call.op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
+            rows = kept[op] = tuple([Row(self._owner(w, resource.name)) for resource in used])
+        start = w.start
         for row in rows:
-            row.ids, row.start = ids, w.start
+            row.ids, row.start = ids, start
         return rows
 
     # --- land ---------------------------------------------------------------------------------------------------------
@@ -288,29 +291,33 @@ class Engine:
         assert outcome is not None
         results: list[RowResult | Exception] = list(outcome.results)
         for late in outcome.ids:
-            for i, token in enumerate(late.values()):
-                if token < 0:
-                    results[i] = not_finite()
+            tokens = late.values()
+            if tokens and min(tokens) < 0:
+                for i, token in enumerate(tokens):
+                    if token < 0:
+                        results[i] = not_finite()
         for report in outcome.reports:
             for result, row in zip(outcome.results, report(), strict=True):
                 result.logprobs = None if row is None else [row]
         if self._on_step is not None:
             call, entry = flight.work[0].call.op.call, flight.work[0].call.op.entry
-            tokens, seconds = sum(w.tokens for w in flight.work), time.perf_counter() - flight.began
-            self._on_step(call.node, entry.name, len(flight.work), tokens, seconds)
+            items, seconds = sum([w.tokens for w in flight.work]), time.perf_counter() - flight.began
+            self._on_step(call.node, entry.name, len(flight.work), items, seconds)
         return results
 
-    def learn(self, flight: Flight, index: int) -> Sequence[int] | None:
-        """Tell the resources the ids of the tokens that the *index*-th call of *flight* read, if the host knows them
-        now and did not at the launch. Returns what they were told."""
-        w = flight.work[index]
-        if w.known or not flight.learners:
-            return None
-        ids = _ids(w)
-        if ids is not None:
-            for resource in flight.learners:
-                resource.learn(self._owner(w, resource.name), ids)
-        return ids
+    def learn(self, flight: Flight, indices: Iterable[int]) -> list[tuple[int, Sequence[int]]]:
+        """Tell the resources the ids of the tokens that some calls of *flight* read, as far as the host knows them now
+        and did not at the launch. Returns which calls these are and what was told."""
+        if not flight.learners:
+            return []
+        work = flight.work
+        found = [(i, ids) for i in indices if not work[i].known and (ids := _ids(work[i])) is not None]
+        for resource, rows in zip(flight.used, flight.rows, strict=True):
+            if found and resource in flight.learners:
+                learn = resource.learn
+                for index, ids in found:
+                    learn(rows[index].owner, ids)
+        return found
 
     def retract(self, flight: Flight, index: int) -> None:
         """Undo what the *index*-th call of *flight* committed: it should not have run."""
@@ -357,16 +364,18 @@ def _rollback(entry: Entry, used: Sequence[Resource], rows: Sequence[Sequence[Ro
 
 def _ids(w: Work) -> Sequence[int] | None:
     """The step's token ids, when the host knows them."""
-    chunk = w.call.op.entry.chunk
-    if chunk is None or w.call.op.drafts:  # what is to be taken back is nobody's to share
+    call = w.call
+    chunk = call.op.entry.chunk
+    if chunk is None or call.op.drafts:  # what is to be taken back is nobody's to share
         return None
-    ref = w.call.inputs[chunk]
-    if ref.host is None:
+    ref = call.inputs[chunk]
+    host: Any = ref.host
+    if host is None:
         return None
     if ref.row:
-        return (ref.host,)
-    host: Sequence[int] = ref.host
-    return host if w.tokens == len(host) else host[w.start : w.start + w.tokens]
+        return (host,)
+    ids: Sequence[int] = host if w.tokens == len(host) else host[w.start : w.start + w.tokens]
+    return ids
 
 
 def _trim_partial(w: Work) -> None:

@@ -27,13 +27,14 @@ class NodeFault(RuntimeError):
 @dataclass(slots=True)
 class Work:
     """One call's share of a step: *tokens* items from *start* of its primary packed input. *known*: their ids were
-    known to the host when the step was launched."""
+    known to the host when the step was launched. *again*: it is all of a call that follows one like it."""
 
     call: CallRun
     start: int
     tokens: int
     complete: bool
     known: bool = False
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -121,9 +122,9 @@ def _gather_port(
     port: Port, primary: Port | None, entry: Entry, work: Sequence[Work], device: torch.device, dtype: torch.dtype
 ) -> Any:
     values: list[Any] = [w.call.inputs.get(port.name) for w in work]
-    missing = sum(v is None for v in values)
+    missing = [v for v in values if v is None]
     if missing:
-        if missing < len(values):
+        if len(missing) < len(values):
             raise NodeFault(f"port {port.name!r} is given by some rows of a step and left out by others")
         return None
     if not isinstance(values[0], Ref):
@@ -135,7 +136,7 @@ def _gather_port(
         return [_cast(_on(t, device), port, dtype) for t in gather_list(values)]
     aligned = primary is not None and port.shape[0] == primary.shape[0]
     if aligned and entry.chunk is not None:
-        values = [v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
+        values = [v if v.row else v.part(w.start, w.start + w.tokens) for v, w in zip(values, work, strict=True)]
     data = _cast(gather_hosted(values, device) if hosted else gather_packed(values), port, dtype)
     return data if aligned else Packed(data, [v.length for v in values])
 
@@ -154,7 +155,7 @@ def split(entry: Entry, work: Sequence[Work], outputs: Mapping[str, Any]) -> Out
     """One result per row. Ports that the host needs are sent there with one transfer each."""
     results = [RowResult({} if w.complete else None) for w in work]
     outcome = Outcome(results)
-    hosted = set().union(*(w.call.op.host for w in work))
+    hosted = set[str]().union(*[op.host for op in {w.call.op for w in work}])
     for port in entry.outputs:
         if port.name not in outputs:
             raise NodeFault(f"returned no {port.name!r}; it returned {sorted(outputs)}")
@@ -181,14 +182,15 @@ def _split_port(port: Port, work: Sequence[Work], value: Any, results: list[RowR
                     tensor, 0, tensor.shape[0] if tensor.ndim else 1, late=Late(tensor) if hosted else None
                 )
         return None
-    data, lengths = (value.data, value.lengths) if isinstance(value, Packed) else (value, [w.tokens for w in work])
+    data = value.data if isinstance(value, Packed) else value
     late = Late(data) if hosted else None
     if port.layout == "stacked":
         _expect(_first(data), len(work), port, f"shape {tuple(data.shape)}")
         for i, result in enumerate(results):
             if result.outputs is not None:
-                result.outputs[name] = Ref(data, i, i + 1, row=True, late=late)
+                result.outputs[name] = Ref(data, i, i + 1, True, None, late)
     else:
+        lengths = value.lengths if isinstance(value, Packed) else [w.tokens for w in work]
         _split_packed(port, work, data, lengths, results, late)
     return late
 

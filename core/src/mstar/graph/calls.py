@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mstar.graph.program import CallOp, DraftOp, ForkOp, LoopOp, Op
-from mstar.graph.streams import Chunk, Heard
+from mstar.graph.streams import Chunk, Heard, OutStream
 from mstar.graph.values import Ref
 from mstar.nn.model import Outcome, Run
 
 if TYPE_CHECKING:
+    from mstar.graph.again import Again
     from mstar.graph.run import RequestRun
 
 __all__ = ["CallRun", "Drafted", "Partition", "Route"]
@@ -29,12 +30,13 @@ class CallRun:
         earlier chunks (or a prefix cache) have run; :attr:`chunks` counts them.
     :ivar item: a weak reference to the scheduler's, once it has been told. :ivar flight: the step that runs it, as its
         row :attr:`index`.
+    :ivar again: the loop whose rounds are such calls, of one that was foreseen in it.
     :ivar dropped: it was foreseen and is not to be. :ivar heard: what its inputs were computed from. :ivar pulled: the
         chunks among its inputs, by stream.
     """
 
     __slots__ = (
-        *("chunks", "done", "dropped", "flight", "heard", "index", "inputs", "item"),
+        *("again", "chunks", "done", "dropped", "flight", "heard", "index", "inputs", "item"),
         *("length", "op", "partial", "partition", "pulled", "run"),
     )
 
@@ -44,6 +46,7 @@ class CallRun:
         self.partial: dict[str, list[Tensor]] | None = None
         self.item: Any = None
         self.flight: Any = None
+        self.again: Again | None = None
         self.index, self.dropped = 0, False
         self.pulled: Mapping[str, Chunk] = {}
         self.heard = partition.heard
@@ -78,13 +81,14 @@ class Drafted:
 
 class Partition:
     """A route in progress: the current walk's program, its loop counters, joins, drafts. *ahead*: a foreseen call.
+    *feeds*: streams that somebody plays what it makes from.
     *reason*: why the walk's outermost loop ended; *ended*: likewise of the last walk before it that had one."""
 
     __slots__ = (
         "ahead",
         "drafts",
         "ended",
-        "finished",
+        "feeds",
         "heard",
         "joins",
         "loops",
@@ -98,8 +102,8 @@ class Partition:
         "walks",
     )
 
-    def __init__(self, name: str, walks: tuple[str, ...], route: Route):
-        self.name, self.walks, self.route = name, walks, route
+    def __init__(self, name: str, walks: tuple[str, ...], route: Route, feeds: tuple[OutStream, ...] = ()):
+        self.name, self.walks, self.route, self.feeds = name, walks, route, feeds
         self.walk = ""
         self.program: list[Op] = []
         self.loops: dict[LoopOp, int] = {}
@@ -108,6 +112,5 @@ class Partition:
         self.signals: tuple[str, ...] = ()
         self.said: dict[str, list[int]] = {}  # sampler → tokens of this walk that its route wants to see
         self.reason = self.ended = "done"
-        self.finished = False
         self.ahead: CallRun | None = None
         self.heard: Heard = {}

@@ -19,14 +19,17 @@ __all__ = ["CodeStream"]
 
 
 class CodeStream(InnerStream):
-    """See :class:`mstar.spec.graph.Codes`."""
+    """See :class:`mstar.spec.graph.Codes`.
 
-    __slots__ = ("_codes", "_dtype", "_next", "_ranges")
+    :ivar token: the output port of the writer that tells which of its items are codes.
+    """
+
+    __slots__ = ("_codes", "_dtype", "_next", "_ranges", "token")
 
     def __init__(self, spec: Stream):
         super().__init__(spec)
         assert spec.codes is not None
-        self._ranges = spec.codes.ranges
+        self._ranges, self.token = spec.codes.ranges, spec.codes.token
         self._dtype = torch_dtype(spec.port.dtype, torch.float32)
         self._next = 0  # position of the code that comes next
         self._codes: list[Any] = []  # items as numbers or lists of them

@@ -1,6 +1,7 @@
 """Look-ahead in a request's walk: which call will follow one that still runs, and whether it did.
 
-:meth:`Foresight.foresee` makes the call that follows unless a loop ends; it may be launched at once. When the result is
+:meth:`Foresight.foresee` makes the call that follows unless a loop ends, or behind one whose number of iterations is
+known and reached; it may be launched at once. When the result is
 there and the walk goes on, :meth:`Foresight.adopt` takes the foreseen call where the walk comes to it with the inputs
 that were foreseen; otherwise :meth:`Foresight.give_up` says which call must leave no trace.
 """
@@ -10,19 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from mstar.graph.again import DEFAULTS
 from mstar.graph.calls import CallRun, Partition
 from mstar.graph.program import CallOp, LoopEndOp, LoopOp
 from mstar.graph.values import Ref
 from mstar.spec.graph import Stop, Times, TokenStop
-from mstar.spec.request import SamplingParams
 
 if TYPE_CHECKING:
     from mstar.graph.run import RequestRun
 
-__all__ = ["DEFAULTS", "Foresight"]
-
-DEFAULTS = SamplingParams()
-"""Of a sampler that the request says nothing about."""
+__all__ = ["Foresight"]
 
 
 class Foresight:
@@ -41,8 +39,9 @@ class Foresight:
         partition = call.partition
         if partition.joins or partition.ahead is not None:
             return None
-        if call.op.again is not None and call.op.loops[-1] in partition.loops:
-            return self._foresee_again(call, outputs, may)
+        loop = call.op.loops[-1] if call.op.again is not None else None
+        if loop in partition.loops and not self._is_over(loop, partition.loops[loop] + 1):
+            return self._run.again(call.op).foresee(call, outputs) if may(call.op) else None
         values = {value: outputs[port] for port, value in call.op.call.outputs.items()}
         loops = dict(partition.loops)
         op = self._foreseen_op(partition, call.op.next, values, loops)
@@ -51,30 +50,8 @@ class Foresight:
         partition.ahead = self._run.make_call(partition, op, values, loops)
         return partition.ahead
 
-    def _foresee_again(
-        self, call: CallRun, outputs: Mapping[str, Ref], may: Callable[[CallOp], bool]
-    ) -> CallRun | None:
-        """:meth:`foresee` for a loop under way whose body is *call* alone."""
-        op, partition, run = call.op, call.partition, self._run
-        loop = op.loops[-1]
-        for stop in loop.stops:
-            if isinstance(stop, Times):
-                if partition.loops[loop] + 1 >= run.times(stop):
-                    return None
-            elif not self._token_may_go_on(stop, 1):
-                return None
-        if not may(op) or not run.has_room(op):
-            return None
-        inputs = call.inputs.copy()
-        for port, output in op.again or ():
-            inputs[port] = outputs[output]
-        length = 1 if op.primary is None else inputs[op.primary].length
-        ahead = partition.ahead = CallRun(run, partition, op, inputs, length)
-        return ahead
-
-    def _token_may_go_on(self, stop: Stop, more: int) -> bool:
+    def _token_may_go_on(self, stop: TokenStop, more: int) -> bool:
         """Whether a loop that *stop* ends may go on after *more* tokens that were not judged yet."""
-        assert isinstance(stop, TokenStop)
         params = self._run.request.sampling.get(stop.sampler) or DEFAULTS
         if params.grammar is not None:  # the next step's mask depends on this token
             return False
@@ -92,16 +69,24 @@ class Foresight:
                 pc = op.head
             elif isinstance(op, LoopOp):
                 iteration = loops.setdefault(op, 0)
+                if self._is_over(op, iteration):
+                    del loops[op]
+                    pc = op.exit
+                    continue
                 if not all(self._may_go_on(stop, iteration, values) for stop in op.stops):
                     return None
                 pc = op.body
             else:
                 return None
 
+    def _is_over(self, loop: LoopOp, iteration: int) -> bool:
+        """Whether *loop* certainly ends before *iteration*: its number is known, whatever else may end it."""
+        return any(isinstance(stop, Times) and iteration >= self._run.times(stop) for stop in loop.stops)
+
     def _may_go_on(self, stop: Stop, iteration: int, values: Mapping[str, Ref]) -> bool:
         """Whether a loop goes on as far as *stop* is concerned, or is likely to."""
-        if isinstance(stop, Times):
-            return iteration < self._run.times(stop)
+        if isinstance(stop, Times):  # it is not over
+            return True
         if not isinstance(stop, TokenStop):
             return False
         ref = values.get(stop.value) or self._run.values[stop.value]

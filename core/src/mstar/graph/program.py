@@ -53,7 +53,8 @@ class CallOp:
     :param loops: enclosing loops, innermost last. :param drafts: enclosing drafts.
     :param again: for a call that is all of a loop's body and feeds itself (a decode step): which of its inputs are
         which of its outputs of the time before; the other inputs stay as they are.
-    :param reads: inputs that are values of the request.
+    :param reads: inputs that are values of the request. :param gives: outputs that become values of it.
+    :param emits: outputs that go into streams.
     :param patient: it makes pieces of a stream that another partition writes, and no call needs what it returns: only
         who reads the pieces waits for it.
     """
@@ -71,6 +72,8 @@ class CallOp:
     pulls: tuple[tuple[str, Pull], ...] = ()
     again: tuple[tuple[str, str], ...] | None = None
     reads: tuple[tuple[str, str], ...] = ()
+    gives: tuple[tuple[str, str], ...] = ()
+    emits: tuple[tuple[str, str], ...] = ()
     patient: bool = False
 
     @property
@@ -241,6 +244,8 @@ class _Compiler:
             primary=entry.chunk or (packed[0] if packed else None),
             pulls=pulls,
             reads=tuple((port, s) for port, s in call.inputs.items() if isinstance(s, str)),
+            gives=tuple(call.outputs.items()),
+            emits=tuple(call.emit.items()),
             patient=bool(pulls)
             and not call.outputs
             and all(self.graph.stream(pull.stream).source != CLIENT for _, pull in pulls),

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.graph.again import DEFAULTS, Again
 from mstar.graph.calls import CallRun, Drafted, Partition, Route
 from mstar.graph.code_streams import CodeStream
-from mstar.graph.foresight import DEFAULTS, Foresight
+from mstar.graph.foresight import Foresight
 from mstar.graph.program import CallOp, DraftEndOp, DraftOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
-from mstar.graph.streams import Chunk, Heard, InnerStream, OutStream, fresh
+from mstar.graph.streams import Chunk, InnerStream, OutStream, fresh
 from mstar.graph.values import Ref, as_tensor, torch_dtype
 from mstar.nn.model import Outcome
 from mstar.spec.check import params_of
@@ -84,12 +85,18 @@ class RequestRun:
             s.name: InnerStream(s) if s.codes is None else CodeStream(s) for s in graph.streams if s.target != CLIENT
         }
         self.out = {s.name: OutStream(s) for s in graph.streams if s.target == CLIENT}
-        self.partitions = [Partition(p.name, p.walks, routes(p.name, request)) for p in graph.partitions]
+        self.partitions = [
+            Partition(p.name, p.walks, routes(p.name, request), tuple(self.out[name] for name in plan.feeds[p.name]))
+            for p in graph.partitions
+        ]
+        self._walking = len(self.partitions)  # those whose routes have not ended
         self.generated: dict[str, int] = {}  # sampler → tokens judged so far
         self.judged: dict[str, Ref] = {}  # sampler → the last token judged
         self.drafted = 0  # tokens judged in drafts that have ended: they count for no limit
         self.rows: dict[CallOp, Any] = {}  # the engine's: what it knows of a call's rows
+        self.over = False  # the request has ended: none of its calls is to run or to go on
         self.foresight = Foresight(self)
+        self._agains: dict[CallOp, Again] = {}
         self._load_inputs()
 
     # --- inputs -------------------------------------------------------------------------------------------------------
@@ -163,36 +170,43 @@ class RequestRun:
 
     @property
     def finished(self) -> bool:
-        return all(p.finished for p in self.partitions)
+        return not self._walking
 
     @property
     def reasons(self) -> dict[str, str]:
         """Partition → why its last loop ended. A walk without one, which comes after an answer, hides nothing of it."""
         return {p.name: p.ended if p.reason == "done" else p.reason for p in self.partitions}
 
-    def deadline(self, partition: str, now: float) -> float | None:
-        """The earliest playback deadline of the client streams that *partition* feeds."""
-        feeds = self.plan.feeds[partition]
-        if len(feeds) == 1:
-            return self.out[feeds[0]].deadline(now)
-        return min([self.out[name].deadline(now) for name in feeds], default=None)
-
     def complete(self, call: CallRun, outputs: Mapping[str, Ref], logprobs: list[TokenLogprob] | None = None) -> None:
         """*call* has run whole: keep its outputs, push its emissions, go on after it."""
-        spec = call.op.call
-        for port, value in spec.outputs.items():
+        op, partition = call.op, call.partition
+        for port, value in op.gives:
             self.values[value] = outputs[port]
-        for draft in call.op.drafts:
-            self._count(call.partition.drafts[draft], draft, call)
-        changed = bool(call.op.pulls)  # a pull may have made room for a writer
-        for port, name in spec.emit.items():
-            changed |= self._write(name, outputs[port], outputs, logprobs, call)
-        self._advance(call.partition, call.op.next)
-        ahead = self.foresight.give_up(call.partition)
-        if ahead is not None:
-            self.void.append(ahead)
+        for draft in op.drafts:
+            self._count(partition.drafts[draft], draft, call)
+        changed = bool(op.pulls)  # a pull may have made room for a writer
+        for port, name in op.emits:
+            stream = self.inner.get(name)
+            if isinstance(stream, CodeStream):
+                stream.write_code(outputs[stream.token].to_host(), outputs[port].to_host(), call.heard)
+                changed |= stream.ready()
+            else:
+                changed |= self._write(name, outputs[port], logprobs, call)
+        again = call.again or (None if op.again is None else self.again(op))
+        if again is None or not again.goes_on(partition):
+            self._advance(partition, op.next)
+            ahead = self.foresight.give_up(partition)
+            if ahead is not None:
+                self.void.append(ahead)
         if changed:
             self._poke()
+
+    def again(self, op: CallOp) -> Again:
+        """The loop whose body is *op* alone."""
+        found = self._agains.get(op)
+        if found is None:
+            found = self._agains[op] = Again(self, op)
+        return found
 
     @staticmethod
     def _count(drafted: Drafted, draft: DraftOp, call: CallRun) -> None:
@@ -206,18 +220,18 @@ class RequestRun:
         self,
         name: str,
         ref: Ref,
-        outputs: Mapping[str, Ref],
         logprobs: list[TokenLogprob] | None,
         call: CallRun,
     ) -> bool:
         """Push what *call* emits. Returns whether a reader may go on: it waits for whole chunks."""
-        out = self.out.get(name)
-        if out is None:
-            stream = self.inner[name]
+        stream = self.inner.get(name)
+        if stream is not None:
             if stream.spec.fresh is not None:
                 ref, _ = fresh(ref, stream.spec.fresh, call.pulled[stream.spec.fresh.pull], host=False)
-            self._write_inner(stream, ref, outputs, call.heard)
+            value = ref.tensor()
+            stream.write(value if value.ndim > len(stream.spec.port.shape) else value[None], call.heard)
             return stream.ready()
+        out = self.out[name]
         overlap = 0
         if out.spec.fresh is not None:
             ref, overlap = fresh(ref, out.spec.fresh, call.pulled[out.spec.fresh.pull])
@@ -228,16 +242,6 @@ class RequestRun:
             sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
             self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=sampled, heard=told))
         return False
-
-    @staticmethod
-    def _write_inner(stream: InnerStream, ref: Ref, outputs: Mapping[str, Ref], heard: Heard) -> None:
-        if isinstance(stream, CodeStream):
-            assert stream.spec.codes is not None
-            stream.write_code(outputs[stream.spec.codes.token].to_host(), ref.to_host(), heard)
-            return
-        rank = len(stream.spec.port.shape)
-        value = ref.tensor()
-        stream.write(value if value.ndim > rank else value[None], heard)
 
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
         """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
@@ -276,7 +280,7 @@ class RequestRun:
         return ports[name]
 
     def _end_partition(self, partition: Partition) -> None:
-        partition.finished = True
+        self._walking -= 1
         for stream in self.inner.values():
             if stream.spec.source == partition.name:
                 stream.end()
@@ -340,6 +344,7 @@ class RequestRun:
 
     def let_go(self) -> None:
         """The request has ended: hold none of its values any more, without waiting for the garbage collector."""
+        self.over = True
         self.values, self.judged = {}, {}
         for stream in self.inner.values():
             stream.close()
@@ -356,7 +361,7 @@ class RequestRun:
 
     def _judge(self, partition: Partition, stop: Stop, iteration: int) -> str | None:
         if isinstance(stop, TokenStop):
-            return self._judge_token(partition, stop)
+            return self.judge_token(partition, stop)
         if isinstance(stop, Times):
             return "done" if iteration >= self.times(stop) else None
         if isinstance(stop, EndOf):
@@ -367,16 +372,18 @@ class RequestRun:
         count: int = self._param(stop.count) if isinstance(stop.count, Param) else stop.count
         return count
 
-    def _judge_token(self, partition: Partition, stop: TokenStop) -> str | None:
-        params = self.request.sampling.get(stop.sampler) or DEFAULTS
+    def judge_token(self, partition: Partition, stop: TokenStop) -> str | None:
+        """Why *stop* ends its loop now, if it does. A token counts once, however often it is judged."""
+        sampler = stop.sampler
+        params = self.request.sampling.get(sampler) or DEFAULTS
         ref = self.values[stop.value]
-        count = self.generated.get(stop.sampler, 0)
-        if self.judged.get(stop.sampler) is not ref:  # the same token may be judged by a nested loop
+        count = self.generated.get(sampler, 0)
+        if self.judged.get(sampler) is not ref:  # the same token may be judged by a nested loop
             count += 1
-            self.generated[stop.sampler], self.judged[stop.sampler] = count, ref
-            if stop.sampler in partition.said:
-                partition.said[stop.sampler].append(ref.to_host())
-        if count >= params.min_tokens and not params.ignore_eos and ref.to_host() in params.stop_token_ids:
+            self.generated[sampler], self.judged[sampler] = count, ref
+            if sampler in partition.said:
+                partition.said[sampler].append(ref.to_host())
+        if not params.ignore_eos and count >= params.min_tokens and ref.to_host() in params.stop_token_ids:
             return "stop"
         return "length" if count >= params.max_tokens else None
 
@@ -416,9 +423,9 @@ class RequestRun:
         return None
 
     def has_room(self, op: CallOp) -> bool:
-        for name in op.call.emit.values():
-            out = self.out.get(name)
-            if out.full if out is not None else self.inner[name].full:
+        for _, name in op.emits:
+            stream = self.inner.get(name)
+            if self.out[name].full if stream is None else stream.full:
                 return False
         return True
 

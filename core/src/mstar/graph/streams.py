@@ -75,7 +75,7 @@ class InnerStream:
     @property
     def full(self) -> bool:
         """Whether a writer must wait. Never for a reader that waits for the end: both would wait for ever."""
-        return not self.closed and self._new >= self.spec.capacity and not isinstance(self.spec.chunk, Whole)
+        return self._new >= self.spec.capacity and not self.closed and not isinstance(self.spec.chunk, Whole)
 
     def write(self, items: Tensor, heard: Heard | None = None) -> None:
         """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot.

@@ -114,13 +114,13 @@ def as_tensor(array: Any, port: Port, device: torch.device, model: torch.dtype, 
 def _runs(refs: Sequence[Ref]) -> list[Tensor]:
     """The refs' items as few tensors as possible: neighbours in one base become one slice."""
     pieces: list[Tensor] = []
-    base, start, stop = refs[0].base, refs[0].start, refs[0].start + refs[0].length
-    for ref in refs[1:]:
-        if ref.base is base and ref.start == stop and ref.base.ndim:
-            stop += ref.length
-            continue
-        pieces.append(_slice(base, start, stop))
-        base, start, stop = ref.base, ref.start, ref.start + ref.length
+    base, start, stop = refs[0].base, refs[0].start, refs[0].start
+    for ref in refs:
+        if ref.base is not base or ref.start != stop or not base.ndim:
+            if stop > start:
+                pieces.append(_slice(base, start, stop))
+            base, start, stop = ref.base, ref.start, ref.start
+        stop += 1 if ref.row else ref.stop - ref.start
     pieces.append(_slice(base, start, stop))
     return pieces
 

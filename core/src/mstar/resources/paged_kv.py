@@ -280,8 +280,7 @@ class PagedKV(Resource):
     def commit(self, rows: Sequence[Row], frozen: bool = False) -> None:
         if frozen or not rows:
             return
-        for row in rows:
-            self.pool.commit(row.owner, row.length, row.ids)
+        self.pool.commit_rows(rows)
         lines, lengths = self._lines_of(rows)
         self._held[lines[: len(rows)]] += lengths[: len(rows)]
 

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mstar.resources.base import IntegrityError, Owner, Usage
+from mstar.resources.base import IntegrityError, Owner, Row, Usage
 from mstar.resources.prefix import page_digests, salted
 from mstar.resources.runs import FreeRuns
 from mstar.spec.errors import RequestError
@@ -206,13 +206,29 @@ class PagePool:
     def commit(self, owner: Owner, tokens: int, ids: Sequence[int] | None) -> None:
         """*tokens* tokens were written. Full pages whose *ids* are known, all from the context's first on, are
         registered; ids that are not known yet may be told later (:meth:`learn`)."""
-        context = self._get(owner)
-        if ids is not None and len(ids) != tokens:
+        self._commit(owner, self._get(owner), tokens, ids)
+
+    def commit_rows(self, rows: Sequence[Row]) -> None:
+        """:meth:`commit` for all rows of a step."""
+        contexts = self._contexts
+        for row in rows:
+            context = contexts.get(row.owner) or self._get(row.owner)
+            ids = row.ids
+            if ids is None:
+                context.length += row.length
+            else:
+                self._commit(row.owner, context, row.length, ids)
+
+    def _commit(self, owner: Owner, context: _Context, tokens: int, ids: Sequence[int] | None) -> None:
+        if ids is None:
+            context.length += tokens
+            return
+        if len(ids) != tokens:
             raise IntegrityError(f"{owner} committed {tokens} tokens with {len(ids)} ids")
-        if ids is not None and len(context.ids) < context.length:
+        if len(context.ids) < context.length:
             context.lost = True
         context.length += tokens
-        if ids is not None and not context.lost:
+        if not context.lost:
             self._add_ids(context, ids)
 
     def learn(self, owner: Owner, ids: Sequence[int]) -> None:
@@ -233,7 +249,7 @@ class PagePool:
 
     def _add_ids(self, context: _Context, ids: Sequence[int]) -> None:
         context.ids.extend(ids)
-        if self.prefix_cache:
+        if self.prefix_cache and len(context.ids) >= (len(context.keys) + 1) * self.page_size:
             self._register(context)
 
     def held(self, owner: Owner) -> int:

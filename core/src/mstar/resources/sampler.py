@@ -16,7 +16,7 @@ from mstar.nn.node import Sampled
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.grammars import GrammarCompiler
 from mstar.resources.sampler_edits import Edits, Masks, bias_room
-from mstar.resources.sampler_history import TokenHistories
+from mstar.resources.sampler_history import TokenHistories, flags_of
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
 from mstar.resources.slotted import SlotResource, check_budget
 from mstar.resources.staging import Late, Stage, to_device
@@ -156,7 +156,7 @@ class SamplerResource(SlotResource):
         fixed = self._device.type == "cuda"
         if fixed:
             what = f"the token counts of {context.max_owners} contexts"
-            check_budget(name, what, context.max_owners, 4 * spec.vocab, context, spare=1)
+            check_budget(name, what, context.max_owners, 4 * spec.vocab + flags_of(spec.vocab), context, spare=1)
             # without the kernels, filters ask the device
             self.capturable = self.capturable_chunks = self._fused is not None
         # The last slot is that of the rows which pad a captured step.
@@ -455,7 +455,7 @@ class SamplerResource(SlotResource):
     def device_bytes(self) -> int:
         """On the CPU token counts grow with use, and are not counted."""
         growing = self._histories.listed is not None
-        counts = 0 if growing else self._histories.marks.nbytes
+        counts = 0 if growing else self._histories.nbytes
         return self._table.floats.nbytes + self._table.top_k.nbytes + counts
 
     def check(self, owners: Sequence[Owner]) -> None:

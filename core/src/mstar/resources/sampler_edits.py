@@ -81,8 +81,11 @@ class Edits(NamedTuple):
         if self.bias is not None:
             sampling.add_bias(scores, *self.bias)
         if self.histories is not None:
-            change = fused or sampling.edit
-            change(scores, self.which, self.words, slots, floats, self.histories, histories.marks)
+            edits = (self.which, self.words, slots, floats, self.histories, histories.marks)
+            if fused is not None and histories.flags is not None:
+                fused(scores, *edits, histories.flags)
+            else:
+                sampling.edit(scores, *edits)
             return
         if len(self.which):
             sampling.allow_only(scores, self.which, self.words)

@@ -13,11 +13,14 @@ from mstar.resources.base import IntegrityError
 from mstar.resources.sampler_rows import Penalties
 from mstar.resources.staging import to_device
 
-__all__ = ["TokenHistories"]
+__all__ = ["GROUP", "TokenHistories", "flags_of"]
 
 COUNT = (1 << 30) - 1
 """Bits of a mark that count; the one above says that the token was in the prompt."""
 _IN_PROMPT = 1 << 30
+
+GROUP = 8
+"""Neighbouring tokens that share a flag: a GPU reads as many marks at once. :mod:`mstar.nn.ops.cuda_edits` knows it."""
 
 _COLUMNS = 64
 """Listed tokens are read and allocated in multiples of this."""
@@ -29,19 +32,30 @@ class TokenHistories:
     ``marks``, int32 ``[rows, vocab]``: how often every token was generated, and a bit more if it was in the prompt.
     Row 0 is nobody's and stays 0.
 
-    With *rows* the table has that many for owners and stays where it is, as captured graphs need it. Without, it grows
-    by doubling and those who use no penalty take no memory; then the tokens seen are also listed (``listed``, int64
-    ``[rows, columns]``), so that :meth:`penalize` touches only these and costs by the text, not by the vocabulary. The
-    list may repeat a token, and is filled up with token 0: writing the same new score twice, or an unseen token's own
-    score, changes nothing.
+    With *rows* the table has that many for owners and stays where it is, as captured graphs need it. There are also
+    ``flags`` then, uint8 ``[rows, ceil(vocab / 8)]``: not 0 where one of :data:`GROUP` neighbouring tokens has a mark
+    (or had one), so that a kernel need not read all marks to find them.
+
+    Without *rows* the table grows by doubling and those who use no penalty take no memory; then the tokens seen are
+    listed instead (``listed``, int64 ``[rows, columns]``), so that :meth:`penalize` touches only these and costs by the
+    text, not by the vocabulary. The list may repeat a token, and is filled up with token 0: writing the same new score
+    twice, or an unseen token's own score, changes nothing.
     """
 
     def __init__(self, vocab: int, device: torch.device, rows: int | None = None):
         held = 1 + (rows or 0)
         self.marks = torch.zeros(held, vocab, dtype=torch.int32, device=device)
-        self.listed = None if rows is not None else torch.zeros(held, _COLUMNS, dtype=torch.int64, device=device)
+        self.flags, self.listed = None, None
+        if rows is not None:
+            self.flags = torch.zeros(held, flags_of(vocab), dtype=torch.uint8, device=device)
+        else:
+            self.listed = torch.zeros(held, _COLUMNS, dtype=torch.int64, device=device)
         self._length = np.zeros(held, dtype=np.int64)  # of the listed ones
         self._free = list(range(held - 1, 0, -1))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in (self.marks, self.flags, self.listed) if table is not None)
 
     @property
     def used(self) -> int:
@@ -53,6 +67,8 @@ class TokenHistories:
             self._more_rows()
         row = self._free.pop()
         self.marks[row] = 0
+        if self.flags is not None:
+            self.flags[row] = 0
         if self.listed is not None:
             self.listed[row] = 0
         self._length[row] = 0
@@ -71,6 +87,8 @@ class TokenHistories:
     def put(self, row: int, seen: Mapping[str, Tensor]) -> None:
         """*row* has seen what a row of another table had."""
         self.marks[row] = seen["marks"]
+        if self.flags is not None:
+            self.flags[row, self.marks[row].nonzero().squeeze(1) // GROUP] = 1
         if self.listed is not None:
             listed = seen["listed"]
             self._widen(self.listed, len(listed))[row, : len(listed)] = listed
@@ -86,6 +104,8 @@ class TokenHistories:
         known = np.unique(ids[(ids >= 0) & (ids < self.marks.shape[1])]).astype(np.int64)
         fresh = to_device(known, self.marks.device)
         self.marks[row, fresh] = _IN_PROMPT
+        if self.flags is not None:
+            self.flags[row, fresh // GROUP] = 1
         if self.listed is not None:
             begin, end = self._length[row], self._length[row] + len(known)
             self._widen(self.listed, int(end))[row, begin:end] = fresh
@@ -100,6 +120,8 @@ class TokenHistories:
         amount = to_device(done.astype(np.int32), device)
         # One kernel, where index_put_ would sort the places first.
         self.marks.view(-1).index_add_(0, penalties.histories * self.marks.shape[1] + mine, amount)
+        if self.flags is not None:
+            self.flags.view(-1).index_fill_(0, penalties.histories * self.flags.shape[1] + mine // GROUP, 1)
         if self.listed is not None:
             columns = self._length[penalties.host_histories]
             listed = self._widen(self.listed, int(columns.max()) + 1)
@@ -139,6 +161,11 @@ class TokenHistories:
         if columns > held:
             listed = self.listed = _grow(listed, max(_rounded(columns) - held, held), 1)
         return listed
+
+
+def flags_of(vocab: int) -> int:
+    """Flags of a row."""
+    return -(-vocab // GROUP)
 
 
 def _rounded(columns: int) -> int:

@@ -56,7 +56,7 @@ def load(
     config: str | Path | None = None,
     device: str | None = None,
     dtype: str | None = None,
-    executor: str = "inline",
+    executor: str | None = None,
     settings: Settings | None = None,
     registry: Registry | None = None,
     **deployment: Any,
@@ -65,7 +65,8 @@ def load(
 
     :param weights: a folder in the published layout, or ``HUB_ID[@REVISION]``. :param config: a deployment file.
     :param device: ``cpu``, ``cuda`` or ``cuda:N``. :param dtype: ``float32``, ``bfloat16`` or ``float16``.
-    :param executor: ``inline`` (a thread of this process), ``processes`` or ``ray``.
+    :param executor: ``inline`` (a thread of this process), ``processes`` or ``ray``. Default: what *config* says, else
+        ``inline``, or ``processes`` for a layout of several ranks.
     :param settings: default: from the environment. :param registry: default: of the installed plugins.
     :param deployment: further fields of :class:`~mstar.spec.deployment.Deployment` (``engine={"threads": 2}``).
     :raises SetupError: the model cannot be loaded; the message says what to do.
@@ -77,7 +78,7 @@ def load(
     settings = settings or Settings.from_env(os.environ)
     registry = registry or Registry(load_plugins(settings))
     flags = {"weights": weights, "device": device, "dtype": dtype, "executor": executor, **deployment}
-    return Local(open_service(key, settings, flags, registry, config=config))
+    return Local(open_service(key, settings, flags, registry, config=config, inline=True))
 
 
 class Stream:

@@ -23,6 +23,7 @@ from mstar.runtime.processors import load_processor
 from mstar.runtime.watch import Watched, Watcher
 from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec, check_wanted
+from mstar.spec.placement import ranks_of
 from mstar.spec.processor import Prepared, Processor, Renderer
 from mstar.spec.request import Cancel, Done, Emit, Event, Failed, Push
 from mstar.spec.tasks import Task
@@ -355,14 +356,18 @@ def open_service(
     *,
     config: str | Path | None = None,
     say: Say | None = None,
+    inline: bool = False,
 ) -> Service:
     """The service for model *key*, not yet started: its deployment merged, its weights fetched if need be.
 
     :param overrides: deployment fields that win over the file's; ``None`` values do not count.
     :param config: a deployment file (YAML), which wins over the family's defaults.
     :param say: takes sentences for the operator; default: standard error.
+    :param inline: run in this process, if nobody names an executor and one process is enough.
     :raises SetupError: the key, the file or the weights are not as they must be.
     """
     spec = find_model(key, registry, config)
     worker = prepare_config(spec, settings, overrides, registry, config=config, say=say)
-    return Service(spec, worker, registry)
+    alone = ranks_of(worker.deployment.placement) * worker.deployment.replicas == 1
+    chosen = "inline" if inline and alone and "executor" not in worker.places else None
+    return Service(spec, worker, registry, chosen)

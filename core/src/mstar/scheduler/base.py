@@ -41,6 +41,9 @@ class Item:
     :param priority: a larger number is more urgent. :param cancelled: the item is dropped instead of run.
     :param rest: the call has more tokens, which are for a later step. :param patient: nothing but its deadline asks for
         the result, so the item may wait for company.
+    :param rows: of a step that it takes. More than one: calls of so many requests that go on together, a *cohort*. It
+        is nobody's (*request* is empty), has the priority that all of them have and the earliest of their deadlines;
+        some of its requests may end before it runs. :param apart: of a cohort, an item for each of its calls.
     """
 
     request: str
@@ -54,6 +57,8 @@ class Item:
     cancelled: bool = False
     rest: bool = False
     patient: bool = False
+    rows: int = 1
+    apart: Callable[[], Sequence[Item]] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +76,11 @@ class Scheduler(abc.ABC):
     :param options: in a worker with the numbers that its device has where the deployment says nothing.
     :param group_limits: the most rows of one step of a group (:attr:`mstar.spec.graph.NodeSpec.max_rows`), or ``None``.
     """
+
+    cohorts: bool = False
+    """Whether it takes cohorts: items of several rows. Such an item runs whole, in a step that has room for all of its
+    rows and tokens, or the items that it stands for are put in its place (:attr:`Item.apart`). Others get an item for
+    each call, which costs the host more."""
 
     @abc.abstractmethod
     def __init__(self, options: SchedulerOptions, group_limits: Callable[[tuple[Any, ...]], int | None]): ...

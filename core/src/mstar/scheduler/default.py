@@ -12,6 +12,9 @@ deadline comes near, and running requests may still send it more. It does so a f
 when nothing else could run. What has no slack is never held back: a listener's first piece, one who is about to fall
 silent, and whatever shares a group with these.
 
+Calls that go on together step after step are one item, a cohort, as long as the whole group fits into a step. Where it
+does not, each of them has an item of its own, and they share the steps by deadline and turn.
+
 Within a group, loops that already run go first, then calls that may be cut share the tokens that remain (chunked
 prefill as in Sarathi-Serve, arXiv:2403.02310), then other new calls; see :class:`~mstar.scheduler.groups.Group`.
 
@@ -42,6 +45,8 @@ class DefaultScheduler(Scheduler):
 
     :param group_limits: the most rows of one step of a group (:attr:`mstar.spec.graph.NodeSpec.max_rows`), or ``None``.
     """
+
+    cohorts = True
 
     #: steps in a row that deadlines may take out of turn while other groups wait
     URGENT_RUN = 3
@@ -109,13 +114,8 @@ class DefaultScheduler(Scheduler):
         """*item* may run; until it is returned, only its ``cancelled`` may change."""
         if item.cancelled:
             return
-        held = self._items.get(item.request)
-        if held is None:
-            self._items[item.request] = {item}
-        elif item in held:
-            raise ValueError(f"an item of request {item.request!r} is ready already")
-        else:
-            held.add(item)
+        if item.apart is None:
+            self._hold(item)
         group = self._groups.get(item.group)
         if group is None:
             group = self._add_group(item.group)
@@ -125,13 +125,19 @@ class DefaultScheduler(Scheduler):
         self._turns[group] = None  # a group that is waiting for its turn keeps its place
         self._deadlines.add(item)
 
+    def _hold(self, item: Item) -> None:
+        held = self._items.get(item.request)
+        if held is None:
+            self._items[item.request] = {item}
+        elif item in held:
+            raise ValueError(f"an item of request {item.request!r} is ready already")
+        else:
+            held.add(item)
+
     def drop(self, item: Item) -> None:
         item.cancelled = True
         self._remove(item)
-        held = self._items[item.request]
-        held.remove(item)
-        if not held:
-            del self._items[item.request]
+        self._let_go(item)
 
     def next(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None = None) -> Batch | None:
         self._watch_clock(now)
@@ -143,6 +149,8 @@ class DefaultScheduler(Scheduler):
                 group = self._whose_turn(may_run, now + self.MARGIN * (urgent - now))
                 if group is None:
                     return None
+            if group.cohorts and not group.fits(self.options.max_step_rows, self._step_tokens):
+                self._take_apart(group)
             batch, cut = group.fill(self.options.max_step_rows, self._step_tokens, urgent)
             if batch.items:
                 self._steps += 1
@@ -157,6 +165,16 @@ class DefaultScheduler(Scheduler):
                 self._step_began = now
                 return batch
         return None
+
+    def _take_apart(self, group: Group) -> None:
+        """Put the items that *group*'s cohorts stand for in their place. The group keeps its own."""
+        for cohort in list(group.cohorts):
+            group.remove(cohort)
+            self._deadlines.discard(cohort)
+            for item in cohort.apart() if cohort.apart is not None else ():
+                self._hold(item)
+                group.add(item)
+                self._deadlines.add(item)
 
     def _whose_turn(self, may_run: Callable[[tuple[Any, ...]], bool] | None, comfortable: float) -> Group | None:
         """The first in turn that can run. Groups that gather keep their place and leave this turn to the next ones."""
@@ -209,12 +227,17 @@ class DefaultScheduler(Scheduler):
         self._deadlines.discard(item)
 
     def _release(self, item: Item) -> None:
+        self._let_go(item)
+        self._deadlines.discard(item)
+
+    def _let_go(self, item: Item) -> None:
+        if item.apart is not None:
+            return
         held = self._items[item.request]
         if len(held) == 1:
             del self._items[item.request]
         else:
             held.remove(item)
-        self._deadlines.discard(item)
 
     def _was_cut(self, item: Item) -> bool:
         """Whether *item* is the rest of a call that a step cut; told by the payload, which stands for the call."""

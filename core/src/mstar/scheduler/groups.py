@@ -69,7 +69,7 @@ class _Step:
 
         A call that is larger than any step and cannot be cut is let in first, and then nothing else fits.
         """
-        if self.rows == 0:
+        if self.rows < item.rows:
             return -1
         if item.tokens <= self.tokens:
             return item.tokens
@@ -78,7 +78,7 @@ class _Step:
         return -1 if self.decodes or self.others else item.tokens
 
     def take(self, item: Item, tokens: int) -> None:
-        self.rows -= 1
+        self.rows -= item.rows
         self.tokens -= tokens
         if item.decode:
             self.decodes.append(item)
@@ -97,11 +97,12 @@ class Group:
 
     :param limit: the most rows of one step; ``None`` leaves it to the deployment.
     :param left: called with every item that leaves through :meth:`fill`.
-    :ivar size: how many items it holds. :ivar tokens: how many tokens these have.
+    :ivar size: how many rows its items take. :ivar tokens: how many tokens these have. :ivar cohorts: those of them
+        that stand for several calls.
     """
 
     __slots__ = (
-        *("_began", "_left", "_patient", "chunks", "deadlines", "decodes"),
+        *("_began", "_left", "_patient", "chunks", "cohorts", "deadlines", "decodes"),
         *("key", "limit", "lines", "size", "tokens", "wholes"),
     )
 
@@ -109,6 +110,7 @@ class Group:
         self.key, self.limit, self._left = key, limit, left
         self.decodes, self.chunks, self.wholes = self.lines = (Line(), Line(), Line())
         self.deadlines: Deadlines[Item] = Deadlines()
+        self.cohorts: dict[Item, None] = {}
         self.size = self.tokens = self._patient = self._began = 0
 
     def __bool__(self) -> bool:
@@ -135,16 +137,24 @@ class Group:
         """*front*: before its equals; for a call that was cut, so that prompts end in the order in which they began."""
         self._line(item).add(item, front)
         self.deadlines.add(item)
-        self.size += 1
+        self.size += item.rows
         self.tokens += item.tokens
+        if item.apart is not None:
+            self.cohorts[item] = None
         self._patient += item.patient and item.deadline is not None
 
     def remove(self, item: Item) -> None:
         self._line(item).remove(item)
         self.deadlines.discard(item)
-        self.size -= 1
+        self.size -= item.rows
         self.tokens -= item.tokens
+        if item.apart is not None:
+            del self.cohorts[item]
         self._patient -= item.patient and item.deadline is not None
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether one step of at most *rows* rows and *tokens* tokens has room for all that it holds."""
+        return self.size <= (rows if self.limit is None else min(rows, self.limit)) and self.tokens <= tokens
 
     def fill(self, rows: int, tokens: int, urgent: float) -> tuple[Batch, list[Item]]:
         """Take the next step's items out of the group: at most *rows*, of *tokens* in all.
@@ -159,7 +169,7 @@ class Group:
         """
         step = _Step(rows if self.limit is None else min(rows, self.limit), tokens)
         worthwhile = max(1, tokens // WORTHWHILE)
-        if self.size <= step.rows and self.tokens <= tokens:
+        if self.fits(rows, tokens):
             for line in self.lines:
                 self._serve(line, step, worthwhile)
             return step.batch(self.key), step.cut

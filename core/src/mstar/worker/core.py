@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from mstar.graph.calls import CallRun
 from mstar.graph.run import RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner, Row
-from mstar.scheduler.base import Item, Ticket
+from mstar.scheduler.base import Ticket
 from mstar.scheduler.deadlines import Deadlines
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, Done, EngineRequest, Event, Failed, Push
@@ -38,7 +37,8 @@ from mstar.worker.lookahead import LookAhead, looks_ahead
 from mstar.worker.messages import Exported, Found, FromRank, Landed, Met, Refused
 from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
-from mstar.worker.portions import Portions, share
+from mstar.worker.offers import Offers
+from mstar.worker.portions import Portions
 from mstar.worker.profile import RequestProfile, StepTotals, device_memory
 from mstar.worker.rank_links import Peer, RankLost
 from mstar.worker.rank_steps import Landing
@@ -100,13 +100,17 @@ class Worker:
         self.observers.add("timeline", self.trace)
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
-        self.ahead = LookAhead(self.engine, self.scheduler, self._offer, self._live_of, self._share, self.ranks)
         self._live: dict[str, Live] = {}
         self.sharing = PromptSharing(built.plan, self.resources, self._live, self._owner_of, self._start, self.ranks)
         self.moves: Moves | None = None
         if self.ranks is not None and self.ranks.layout.by_walk:
             self.moves = Moves(self.ranks, built.resources, built.device, self._come, self._fail)
         self.portions = Portions(self.resources, self._owner_of_call)
+        self.offers = Offers(
+            self.scheduler, self.sharing, self.portions, self._live_of, self._complete_known, self.ranks
+        )
+        self.ahead = LookAhead(self.engine, self.scheduler, self.offers, self.ranks)
+        self._may_run = None if self.ranks is None else self.ranks.steps.may_run_here
         self._timeouts: Deadlines[Live] = Deadlines()
         self._running = 0
         self._events: list[Event] = []
@@ -188,7 +192,7 @@ class Worker:
         trace.stage("admit")
         moved = self.moves is not None and self.moves.step()
         sent = (self.ranks is not None and self._send_steps(self.ranks, now)) or moved
-        work = self.ahead.next_work(now)
+        work = self.offers.next_work(now, self._may_run)
         if not work and not self._flights:
             if sent or (self.ranks is not None and self.ranks.hurries):
                 return True
@@ -261,7 +265,6 @@ class Worker:
         for live in list(self._live.values()):
             self._fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
         self._flights.clear()
-        self.ahead.clear()
         self.sessions.close()
         self.trace.rest(self._running, self.scheduler.waiting)
         self.trace.close()
@@ -308,10 +311,14 @@ class Worker:
             action(*args)
             self._collect(live)
         except Exception as error:
-            raise_if_lost(error)
-            if not isinstance(error, RequestError):
-                log.exception("request %r failed", live.request.id)
-            self._fail(live, error)
+            self._fail_run(live, error)
+
+    def _fail_run(self, live: Live, error: Exception) -> None:
+        """*live*'s route or stream has raised *error*, which is being handled."""
+        raise_if_lost(error)
+        if not isinstance(error, RequestError):
+            log.exception("request %r failed", live.request.id)
+        self._fail(live, error)
 
     def _collect(self, live: Live) -> None:
         """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
@@ -344,7 +351,7 @@ class Worker:
         if self._known(live, call):
             live.run.complete(call, {})
         else:
-            self._offer(call, now)
+            self.offers.offer(call, now)
 
     def _come(self, live: Live, call: CallRun) -> None:
         """*call*'s state has come to where it runs."""
@@ -357,64 +364,33 @@ class Worker:
         self.sharing.reuse_ahead(live, call)
         return self.portions.skip(call)
 
-    def _offer(self, call: CallRun, now: float) -> None:
-        request = call.run.request
-        tokens = call.remaining
-        if tokens > 1 and call.op.entry.prefix and (live := self._live_of(call)) is not None:
-            tokens = self.sharing.cut(live, call)
-        item = Item(
-            request.id,
-            call.group if self.ranks is None else self.ranks.steps.group(call),
-            max(-(-tokens // call.op.entry.step_items), 1),
-            call.op.entry.chunk is not None,
-            call.decode,
-            call.run.deadline(call.partition.name, now),
-            request.priority,
-            call,
-            rest=call.remaining > tokens,
-            patient=call.op.patient,
-        )
-        call.item = weakref.ref(item)  # the scheduler has it; a request's calls are not to wait for the collector
-        self.scheduler.ready(item)
-
     def _live_of(self, call: CallRun) -> Live | None:
         """The request of *call*, unless it has ended."""
-        live = self._live.get(call.run.request.id)
-        return live if live is not None and live.run is call.run else None
+        return None if call.run.over else self._live[call.run.request.id]
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def _share(self, call: CallRun, tokens: int, first: bool) -> Work | None:
-        """*call*'s share of the next step. ``None``: it waits for another, or nothing is left of it."""
-        if not self.portions.concern(call.op):
-            return share(call, tokens)
-        if self.ranks is not None and not self.ranks.here(call):
-            return Work(call, call.done, call.remaining, True)  # who has the pool cuts it
-        live = self._live[call.run.request.id]
-        if self.portions.skip(call):  # another request has computed the rest
-            self._guarded(live, live.run.complete, call, {})
-            return None
-        work = self.portions.work(call, tokens, first)
-        if work is None:
-            self._offer(call, time.monotonic())
-        return work
-
     def _launch(self, work: list[Work]) -> list[Flight]:
         flights = self.engine.launch(work)
         if self.ranks is not None:
             self.ranks.steps.launched(flights)
         now = time.monotonic()
         for flight in flights:
-            for index, w in enumerate(flight.work):
-                if flight.failure is None:
-                    self._launched(flight, index, w, now)
-                else:  # the scheduler has it no more: if it should not have been, there is nothing to drop there
-                    w.call.flight = flight
+            self._launched(flight, now)
         self.trace.stage("schedule")
         return flights
 
-    def _launched(self, flight: Flight, index: int, w: Work, now: float) -> None:
-        w.call.flight, w.call.index = flight, index
-        self._under_way(w, len(flight.work), now - (time.perf_counter() - flight.began), now)
+    def _launched(self, flight: Flight, now: float) -> None:
+        rows, began = len(flight.work), now - (time.perf_counter() - flight.began)
+        for index, w in enumerate(flight.work):
+            call = w.call
+            call.flight = flight
+            if flight.failure is not None:
+                continue  # the scheduler has it no more: if it should not have been, there is nothing to drop there
+            call.index = index
+            if w.again and not call.run.request.profile:  # nobody waits for it but its request
+                call.done = call.chunks = 1
+            else:
+                self._under_way(w, rows, began, now)
 
     def _under_way(self, w: Work, rows: int, began: float, now: float) -> None:
         """*w* is in a step of *rows* rows that began at *began* (monotonic seconds), here or on another rank."""
@@ -426,7 +402,7 @@ class Worker:
         if live.profile is not None:
             live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, rows, began)
         if not w.complete:
-            self._offer(call, now)
+            self.offers.offer(call, now)
         elif live.fresh and call.op.entry.prefix:
             self.sharing.computed(live)
 
@@ -438,25 +414,44 @@ class Worker:
         return results
 
     def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
-        for index, (w, result) in enumerate(zip(flight.work, results, strict=True)):
-            live = self._live_of(w.call)
-            if live is None or w.call.dropped:
-                continue  # it has ended, or this step should not have been
-            if isinstance(result, Exception):
-                self._fail(live, result)
-                continue
-            ids = self.engine.learn(flight, index)
-            if ids is not None and self.ranks is not None:
+        work = flight.work
+        # Those that have ended, and those whose step should not have been, have nothing to learn or to go on with.
+        going = [i for i, w in enumerate(work) if not (w.call.run.over or w.call.dropped)]
+        computed = [i for i in going if isinstance(results[i], RowResult)]
+        told = self.engine.learn(flight, computed)
+        if self.ranks is not None:
+            for index, ids in told:
+                call = work[index].call
                 for resource in flight.learners:
-                    self.ranks.learn(resource.name, self._owner_of(live, resource.name, w.call), ids)
-            if live.profile is not None:
-                live.profile.landed(w.call.op.call.node, w.call.op.entry.name)
-            if w.complete:
-                self._complete(live, w.call, result)
-        for w in flight.work:  # a step's outputs go with the last who needs them, not with the garbage collector
+                    owner = self._owner_of(self._live[call.run.request.id], resource.name, call)
+                    self.ranks.learn(resource.name, owner, ids)
+        for index in going:
+            self._route_row(work[index], results[index])
+        for w in work:  # a step's outputs go with the last who needs them, not with the garbage collector
             if w.call.flight is flight:
                 w.call.flight = None
         self.trace.routed(flight)
+
+    def _route_row(self, w: Work, result: RowResult | Exception) -> None:
+        call = w.call
+        run = call.run
+        if run.over:
+            return  # what another row of the step came to has ended it
+        if isinstance(result, Exception):
+            self._fail(self._live[run.request.id], result)
+            return
+        if run.request.profile and (profile := self._live[run.request.id].profile) is not None:
+            profile.landed(call.op.call.node, call.op.entry.name)
+        if not w.complete:
+            return
+        outputs = result.outputs
+        assert outputs is not None
+        try:
+            run.complete(call, outputs, result.logprobs)
+            if run.ready or run.void or run.taken_back or run.finished:
+                self._collect(self._live[run.request.id])
+        except Exception as error:
+            self._fail_run(self._live[run.request.id], error)
 
     # --- other ranks --------------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
@@ -510,7 +505,7 @@ class Worker:
         for landing in ranks.steps.arrived():
             self._route_landing(landing)
             sent = True
-        while work := self.ahead.next_elsewhere(now):
+        while work := self.offers.next_work(now, ranks.steps.may_run_elsewhere):
             ranks.steps.dispatch(work)
             for w in work:
                 self._under_way(w, len(work), now, now)
@@ -539,6 +534,9 @@ class Worker:
         if live is not None:
             self._end(live, failed, keep_session=failed.code != "internal_error")
 
+    def _complete_known(self, live: Live, call: CallRun) -> None:
+        self._guarded(live, live.run.complete, call, {})
+
     def _complete(self, live: Live, call: CallRun, result: RowResult) -> None:
         outputs, logprobs = result.outputs, result.logprobs
         assert outputs is not None
@@ -563,7 +561,6 @@ class Worker:
         if self._live.pop(live.request.id, None) is None:
             return
         self._timeouts.discard(live)
-        self.ahead.forget(live.run)
         if self.moves is not None:
             self.moves.forget(live)
         self.scheduler.forget(live.request.id)

@@ -129,7 +129,8 @@ class ImageModel(Model, abc.ABC):
     @abc.abstractmethod
     def captured(self) -> Iterator[Mapping[str, int]]:
         """Of the steps that are captured at the start, the largest first: ``h`` and ``w`` tokens of the latent,
-        ``P`` of the prompt, ``h0`` and ``w0`` of the first reference."""
+        ``P`` of the prompt, which has as many as its text with the padding, ``h0`` and ``w0`` of the first
+        reference."""
 
     # --- graph --------------------------------------------------------------------------------------------------------
     def graph(self) -> Graph:
@@ -199,9 +200,10 @@ class ImageModel(Model, abc.ABC):
 
     def _nodes(self, facts: ImageFacts) -> Iterator[NodeSpec]:
         context = Port("context", "model", ("T", facts.context), "stacked")
-        yield NodeSpec("text_encoder", (Entry(inputs=(_IDS, _LENGTH), outputs=(context,)),))
         options = self.options
         rows = tuple(sorted({size for size in options.capture_batch_sizes if size <= options.max_batch_size}))
+        read = Entry(inputs=(_IDS, _LENGTH), outputs=(context,), graph_sizes=self._prompts())
+        yield NodeSpec("text_encoder", (read,), options.max_batch_size, graph_rows=rows)
         yield NodeSpec("dit", tuple(self._dit(facts, context)), options.max_batch_size, graph_rows=rows)
         if facts.references:
             tokens = Port("condition", "model", ("h", "w", facts.channels), "list")
@@ -220,7 +222,7 @@ class ImageModel(Model, abc.ABC):
             Port(condition(i), "model", (f"h{i}", f"w{i}", facts.channels), "stacked", optional=True)
             for i in range(facts.references)
         )
-        yield Entry("prepare", (context, _LENGTH), (prompt,))
+        yield Entry("prepare", (context, _LENGTH), (prompt,), graph_sizes=self._prompts())
         yield Entry(
             "step", (latent, prompt, _SIGMAS, _INDEX, *seen), (latent, clean), graph_sizes=tuple(self.captured())
         )
@@ -229,6 +231,11 @@ class ImageModel(Model, abc.ABC):
             cond, uncond = replace(latent, name="cond"), replace(latent, name="uncond")
             yield Entry("velocity", (latent, prompt, _SIGMAS, _INDEX), (velocity,))
             yield Entry("guide", (latent, cond, uncond, _SCALE, _SIGMAS, _INDEX), (latent, clean))
+
+    def _prompts(self) -> tuple[Mapping[str, int], ...]:
+        """The lengths of prompts whose reading is captured, the longest first: those of captured denoise steps."""
+        lengths = sorted({size["P"] for size in self.captured()}, reverse=True)
+        return tuple({"T": length} for length in lengths)
 
     def _references(self, facts: ImageFacts) -> list[Port]:
         return [replace(_PIXELS, name=reference(number), layout="packed") for number in range(facts.references)]

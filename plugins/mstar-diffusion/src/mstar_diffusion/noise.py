@@ -18,6 +18,8 @@ __all__ = ["normal"]
 
 _GROUP = 16
 """Numbers that are made of as many uniform ones at a time: the cosines of eight pairs, then the sines."""
+_AT_ONCE = 1 << 16
+"""So many numbers are made at a time: what is between stays in the cache, and nothing large is allocated."""
 
 
 def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
@@ -30,22 +32,29 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     if size < _GROUP:
         raise ValueError(f"noise of {size} numbers: PyTorch draws fewer than {_GROUP} in another way")
     engine = np.random.RandomState(seed & 0xFFFFFFFF)  # the same engine, seeded in the same way
-    numbers = _uniform(engine, size)
-    made = _pairs(numbers[: size // _GROUP * _GROUP])
-    if size % _GROUP:
+    made = np.empty(size, np.float32)
+    whole = size // _GROUP * _GROUP
+    for begin in range(0, whole, _AT_ONCE):
+        part = made[begin : min(begin + _AT_ONCE, whole)]
+        _pairs(_uniform(engine, len(part)), part)
+    if size != whole:
         # the last group overlaps the one before and is drawn anew
-        made = np.concatenate((made[: size - _GROUP], _pairs(_uniform(engine, _GROUP))))
-    return made.astype(np.float32).reshape(shape)
+        _uniform(engine, size - whole)
+        _pairs(_uniform(engine, _GROUP), made[size - _GROUP :])
+    return made.reshape(shape)
 
 
-def _uniform(engine: np.random.RandomState, count: int) -> NDArray[np.float64]:
+def _uniform(engine: np.random.RandomState, count: int) -> NDArray[np.float32]:
     """Multiples of 2^-24 in 0…1, without 1."""
     raw = engine.randint(0, 1 << 32, count, dtype=np.uint32)
-    return (raw & 0xFFFFFF).astype(np.float64) * 2.0**-24
+    return (raw & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def _pairs(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Box and Muller's transform of each group: pair *i* is its numbers *i* and *i + 8*."""
+def _pairs(uniform: NDArray[np.float32], made: NDArray[np.float32]) -> None:
+    """Box and Muller's transform of each group into *made*: pair *i* is its numbers *i* and *i + 8*. In float32, as
+    PyTorch computes it, which is a tenth of the time that float64 takes."""
     first, second = np.moveaxis(uniform.reshape(-1, 2, _GROUP // 2), 1, 0)
-    radius, angle = np.sqrt(-2.0 * np.log(1.0 - first)), 2.0 * math.pi * second
-    return np.stack((radius * np.cos(angle), radius * np.sin(angle)), 1).reshape(-1)
+    radius, angle = np.sqrt(np.float32(-2) * np.log(1 - first)), np.float32(2 * math.pi) * second
+    pairs = made.reshape(-1, 2, _GROUP // 2)
+    np.multiply(radius, np.cos(angle), out=pairs[:, 0])
+    np.multiply(radius, np.sin(angle), out=pairs[:, 1])

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 """:func:`mstar.nn.ops.cuda_sampling.sample`."""
 
-Edit = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-""":func:`mstar.nn.sampling.edit`."""
+Edit = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+""":func:`mstar.nn.ops.cuda_edits.edit`."""
 
 
 @cache
@@ -200,9 +200,9 @@ def fused_edit(device: torch.device) -> Edit | None:
     """Masks and penalties of logits on *device* in one kernel; ``None`` as for :func:`fused_sample`."""
     if device.type != "cuda" or cuda_kernels_fault() is not None:
         return None
-    from mstar.nn.ops import cuda_sampling
+    from mstar.nn.ops import cuda_edits
 
-    return cuda_sampling.edit
+    return cuda_edits.edit
 
 
 def add_rms_norm(

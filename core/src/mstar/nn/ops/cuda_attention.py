@@ -72,7 +72,7 @@ def _logits(products, scale: tl.constexpr, softcap: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["places", "indptr", "last", "indices"])
-def _decode(
+def _attend_rows(
     heads, cos, sin, q_weight, k_weight, eps, keys, values, places, indptr, last, indices, out, shares, sums, counters,
     stride: tl.constexpr, group: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr,
     normed: tl.constexpr, scale: tl.constexpr, softcap: tl.constexpr, window: tl.constexpr,
@@ -257,7 +257,7 @@ def decode_heads(
     most = triton.next_power_of_2(group)
     part = max(min(most, _COMBINED // (MOST_SPLITS * size)), 1)
     options = {"launch_pdl": True} if PDL else {}
-    _decode[(kv_heads, splits, rows)](
+    _attend_rows[(kv_heads, splits, rows)](
         heads, cos, sin, q_weight, k_weight, float(eps), keys, values, places, indptr, last, indices, out,
         scratch.shares, scratch.sums, scratch.counters,
         stride, group, kv_heads, size, page, norms is not None, scale, float(softcap or 0), int(window or 0),

@@ -34,6 +34,9 @@ _LARGE = 200 << 10
 """From here on the one after it too, so that fetching is not waited for."""
 _PRECISION = "tf32x3"
 """Of products of float32: three on tensor cores, nearly exact."""
+_ROUNDED = "tf32"
+"""Of those that solve a chunk's system where the solution is rounded to 16 bits anyway, and its keys were: what one on
+tensor cores rounds is a quarter of that (a tenth more of error where all keys are alike, none where they are not)."""
 
 
 def warps(key: int, value: int) -> int:
@@ -85,12 +88,18 @@ def _inverse(lower, chunk: tl.constexpr, precision: tl.constexpr):
     of them at once, then twice from blocks to blocks of double the size."""
     at = tl.arange(0, chunk)
     i, j = at[:, None], at[None, :]
-    found = tl.where(i // 16 == j // 16, -lower, 0.0)
+    # The blocks by themselves, which a warp each can hold: no line waits for other warps.
+    blocks: tl.constexpr = chunk // 16
+    number = tl.arange(0, blocks)
+    same = number[:, None, None, None] == number[None, None, :, None]
+    apart = tl.reshape(lower, (blocks, 16, blocks, 16))
+    found = -tl.sum(tl.where(same, apart, 0.0), 2)
+    place = tl.arange(0, 16)[None, :, None]
     for line in range(1, 16):
-        mine = i % 16 == line
-        row = tl.sum(tl.where(mine, found, 0.0), 0)  # of each block its line, side by side
-        row += tl.sum(row[:, None] * found, 0)
-        found = tl.where(mine & (i // 16 == j // 16), row[None, :], found)
+        row = tl.sum(tl.where(place == line, found, 0.0), 1)
+        row += tl.sum(row[:, :, None] * found, 1)
+        found = tl.where(place == line, row[:, None, :], found)
+    found = tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (chunk, chunk))
     found += tl.where(i == j, 1.0, 0.0)
     found = _joined(found, lower, i, j, 16, precision)
     return _joined(found, lower, i, j, 32, precision)
@@ -109,7 +118,8 @@ def _prepare(
     q, k, v, a, b, a_log, dt_bias, table, solved, reads, seeing, writes, within, left, most,
     q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr,
     b_stride: tl.constexpr, group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, solving: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* w ``[K]``, *seeing*
     ``[K]`` queries for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
@@ -146,25 +156,27 @@ def _prepare(
     between = tl.where(earlier, tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], 0.0)), 0.0)
     dtype = solved.dtype.element_ty
     k_small = keys.to(dtype)
+    # The largest tiles one after the other, and none of them while the system is solved: all of them at once would not
+    # fit into the registers.
     place = (token * v_heads + head)[:, None]
-    # The largest tiles one after the other: all of them at once would not fit into the registers.
+    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
+    tl.store(left + number * v_heads + head, tl.exp(total))
+    dependent = (keys * (beta * tl.exp(decay))[:, None]).to(dtype)
+    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
+    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
+    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
+    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
+    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
     if count > 1:
         own = tl.dot(k_small, tl.trans(k_small), input_precision=precision) * between * beta[:, None]
-        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, precision)
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, solving)
     inverse = inverse.to(dtype)
+    w = tl.dot(inverse, dependent, input_precision=precision)
+    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
     values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
     u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
     tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
-    w = tl.dot(inverse, (keys * (beta * tl.exp(decay))[:, None]).to(dtype), input_precision=precision)
-    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
-    tl.store(writes + place * key + at_k, (keys * tl.exp(total - decay)[:, None]).to(dtype), mask=inside)
-    tl.store(left + number * v_heads + head, tl.exp(total))
-    queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
-    queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
-    weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
-    tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
-    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets", "first_chunks", "state_source", "state_target"])
@@ -188,22 +200,33 @@ def _scan(
     dtype = solved.dtype.element_ty
     matrix = head * key * value + at_k[:, None] * value + at_v[None, :]
     s = tl.load(states + tl.load(state_source + row) * state_stride + matrix).to(tl.float32)
-    # What a chunk needs lies where its number says, so that those to come can be fetched while one is computed.
-    for number in range(tl.cdiv(length, chunk)):
-        token = begin + number * chunk + at
-        inside = (number * chunk + at < length)[:, None]
-        place = (token * v_heads + head)[:, None]
+    # The numbers of all chunks are as far apart, so that a chunk's addresses cost an addition, and what those to come
+    # need can be fetched while one is computed.
+    first = at.to(tl.int64) * v_heads + head
+    w_at = reads + first[:, None] * key + at_k[None, :]
+    q_at = seeing + first[:, None] * key + at_k[None, :]
+    k_at = writes + first[:, None] * key + at_k[None, :]
+    u_at = solved + first[:, None] * value + at_v[None, :]
+    out_at = out + first[:, None] * value + at_v[None, :]
+    weights_at = within + first[:, None] * chunk + at[None, :]
+    chunks = tl.cdiv(length, chunk)
+    remains = tl.load(left, mask=chunks > 0, other=0)
+    for number in range(chunks):
+        later = tl.load(left + (number + 1) * v_heads, mask=number + 1 < chunks, other=0)  # not waited for here
+        further = (begin + number * chunk) * v_heads
+        inside = (at < length - number * chunk)[:, None]
         small = s.to(dtype)
-        w = tl.load(reads + place * key + at_k[None, :], mask=inside, other=0)
-        u = tl.load(solved + place * value + at_v[None, :], mask=inside, other=0).to(tl.float32)
+        w = tl.load(w_at + further * key, mask=inside, other=0)
+        u = tl.load(u_at + further * value, mask=inside, other=0).to(tl.float32)
         new = (u - tl.dot(w, small, input_precision=precision)).to(dtype)
-        q = tl.load(seeing + place * key + at_k[None, :], mask=inside, other=0)
+        q = tl.load(q_at + further * key, mask=inside, other=0)
         o = tl.dot(q, small, input_precision=precision)
-        weights = tl.load(within + place * chunk + at[None, :], mask=inside, other=0)
+        weights = tl.load(weights_at + further * chunk, mask=inside, other=0)
         o += tl.dot(weights, new, input_precision=precision)
-        tl.store(out + place * value + at_v[None, :], o.to(out.dtype.element_ty), mask=inside)
-        k = tl.load(writes + place * key + at_k[None, :], mask=inside, other=0)
-        s = s * tl.load(left + number * v_heads) + tl.dot(tl.trans(k), new, input_precision=precision)
+        tl.store(out_at + further * value, o.to(out.dtype.element_ty), mask=inside)
+        k = tl.load(k_at + further * key, mask=inside, other=0)
+        s = s * remains + tl.dot(tl.trans(k), new, input_precision=precision)
+        remains = later
     if kept:
         tl.store(states + tl.load(state_target + row) * state_stride + matrix, s.to(states.dtype.element_ty))
 
@@ -239,7 +262,8 @@ def rule(
         _prepare[(most, v_heads)](
             q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
-            a_log is not None, longer, _PRECISION, pdl.enabled(), num_warps=warps(key, value), **pdl.options(),
+            a_log is not None, longer, _PRECISION, _PRECISION if v.dtype is torch.float32 else _ROUNDED, pdl.enabled(),
+            num_warps=warps(key, value), **pdl.options(),
         )  # fmt: skip
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target

@@ -86,7 +86,7 @@ def _factors(
         inside = (number < pieces)[:, None] & mine[None, :]
         at = (row * pieces + number)[:, None] * channels + channel[None, :]
         total += tl.load(means + at, mask=inside, other=0) * count[:, None]
-    elements = points.to(tl.float32) * width
+    elements = points * 1.0 * width  # a number when there is one point only: such arguments have no `.to`
     mean = tl.sum(tl.sum(total, 0), 0) / elements
     spread = tl.zeros((joined, block), tl.float32)
     for turn in tl.range(0, turns):

@@ -1,15 +1,20 @@
 """Linear layers for few rows as Triton kernels: what bounds them is reading the weight, so that is all they wait for.
 
-Two ways, chosen by the number of rows (:mod:`mstar.nn.ops.cuda_linear_table`):
+Three ways, chosen by the number of rows and the layer's sizes (:mod:`mstar.nn.ops.cuda_linear_table`):
 
 - one row, :func:`_one_row`: a program multiplies and adds a few rows of the weight, held in registers;
 - more rows, :func:`_few_rows`: a tile of the weight passes through shared memory into tensor cores, several steps ahead
   of its use. Where a layer has too few output features to occupy the GPU, *split* programs share a tile's input
-  features. The one that ends last adds up what all of them found, always in the same order.
+  features. The one that ends last adds up what all of them found, always in the same order;
+- more rows, :func:`_narrow`: the same for tiles of a few output features, whose input features a program's warps share.
+  So there are programs enough without meeting in memory, and what they found is added up where it is.
 
 Sums are float32. A norm before the product is applied within it: ``rms_norm(x) @ w.T`` is the product of ``x * norm``,
 divided by the root mean square of ``x``, which adds up on the way. A gated activation, or the sum with the residual
 stream, is applied to the result before it is rounded, once.
+
+With programmatic dependent launch the next kernel may start when all programs have read their weights: before, its own
+reading would only delay theirs.
 
 With one cut, a row's result depends neither on the other rows nor on their number. Cuts differ between classes of rows;
 *deterministic* layers use one cut for any number of rows, so that a row has the same numbers in any batch, prompts
@@ -49,20 +54,13 @@ def _weight_rows(tile, features: tl.constexpr, block_n: tl.constexpr, gated: tl.
 
 
 @triton.jit
-def _read_ahead(w, weight_row, start, k_size: tl.constexpr, block_n: tl.constexpr, length: tl.constexpr):
+def _read_ahead(w, weight_row, start, k_size: tl.constexpr, length: tl.constexpr):
     """Bring *length* (a power of two) input features of these rows, from *start*, into the L2 cache."""
-    pieces: tl.constexpr = max(min(128 // block_n, length // 32), 1)  # one for each of 128 threads; 64 bytes or more
-    piece: tl.constexpr = length // pieces
-    k = tl.minimum(start + tl.arange(0, pieces) * piece, k_size - piece)
+    lines: tl.constexpr = max(length // 64, 1)  # of 128 bytes
+    k = tl.minimum(start + tl.arange(0, lines) * 64, k_size - 1)
     address = (w + weight_row.to(tl.int64)[:, None] * k_size + k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, tl.full((), piece * 2, tl.int32)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    # Not cp.async.bulk.prefetch, of whose addresses a warp takes one at a time.
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
 
 
 @triton.jit
@@ -106,9 +104,8 @@ def _one_row(
     inside = (at < k_size) if not even and steps == 1 else (at < block_k)
     weights = tl.load(line, mask=inside[None, :], other=0, eviction_policy="evict_first")
     if early:
-        pdl.release(early)
         if steps > 1:
-            _read_ahead(w, weight_row, block_k, k_size, block_n, block_k)
+            _read_ahead(w, weight_row, block_k, k_size, block_k)
         pdl.wait(early)
     acc = tl.zeros((block_n, block_k // 8), tl.float32)
     squares = tl.zeros((block_k,), tl.float32)
@@ -121,6 +118,8 @@ def _one_row(
             ahead = tl.load(
                 line + (step + 1) * block_k, mask=follows[None, :], other=0, eviction_policy="evict_first"
             )  # fmt: skip
+        else:
+            pdl.release(early)
         value = tl.load(x + k, mask=inside, other=0).to(tl.float32)
         if normed:
             squares += value * value
@@ -150,10 +149,9 @@ def _few_rows(
     even: tl.constexpr = k_size % (block_k * split) == 0
     first = part * steps * block_k
     if early:
-        pdl.release(early)
-        ahead: tl.constexpr = min(steps, stages) * block_k
+        ahead: tl.constexpr = min(steps, 2) * block_k
         # The loop below begins with x as well, so it cannot begin yet.
-        _read_ahead(w, weight_row, first, k_size, block_n, 1 << (min(ahead, k_size).bit_length() - 1))
+        _read_ahead(w, weight_row, first, k_size, 1 << (min(ahead, k_size).bit_length() - 1))
         pdl.wait(early)
     line = w + weight_row.to(tl.int64)[:, None] * k_size
     column = x + m.to(tl.int64)[None, :] * x_stride
@@ -174,6 +172,7 @@ def _few_rows(
             squares += wide * wide
             values = (wide * scale[:, None]).to(values.dtype)
         acc = tl.dot(weights, values, acc)
+    pdl.release(early)
     square = tl.sum(squares, 0)
     if split > 1:
         size: tl.constexpr = (block_n + 1) * block_m
@@ -196,6 +195,51 @@ def _few_rows(
                 square += tl.load(mine + each * size + lane, cache_modifier=".cg")
     _finish(
         acc, square, bias, out, tile, weight_row, m, rows, eps, out_stride,
+        features, k_size, block_n, block_m, normed, gated, biased, added,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["bias"])
+def _narrow(
+    x, w, norm, bias, out, rows, eps, x_stride: tl.constexpr, out_stride: tl.constexpr,
+    features: tl.constexpr, k_size: tl.constexpr, block_n: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
+    within: tl.constexpr, stages: tl.constexpr,
+    normed: tl.constexpr, gated: tl.constexpr, biased: tl.constexpr, added: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    tile, group = tl.program_id(0), tl.program_id(1)
+    weight_row = _weight_rows(tile, features, block_n, gated)
+    m = group * block_m + tl.arange(0, block_m)
+    span: tl.constexpr = block_k * within
+    steps: tl.constexpr = (k_size + span - 1) // span
+    even: tl.constexpr = k_size % span == 0
+    if early:
+        ahead: tl.constexpr = min(steps, 2) * span
+        _read_ahead(w, weight_row, 0, k_size, 1 << (min(ahead, k_size).bit_length() - 1))
+        pdl.wait(early)
+    at = tl.arange(0, within)[:, None] * block_k + tl.arange(0, block_k)[None, :]
+    line = w + weight_row.to(tl.int64)[None, :, None] * k_size + at[:, None, :]
+    column = x + m.to(tl.int64)[None, None, :] * x_stride + at[:, :, None]
+    acc = tl.zeros((within, block_n, block_m), tl.float32)
+    squares = tl.zeros((within, block_k, block_m), tl.float32)
+    for step in tl.range(steps, num_stages=stages):
+        start = step * span
+        is_row = (m < rows)[None, None, :]
+        if even:
+            weights = tl.load(line + start, eviction_policy="evict_first")
+            values = tl.load(column + start, mask=is_row, other=0)
+        else:
+            inside = at < k_size - start
+            weights = tl.load(line + start, mask=inside[:, None, :], other=0, eviction_policy="evict_first")
+            values = tl.load(column + start, mask=is_row & inside[:, :, None], other=0)
+        if normed:
+            scale = tl.load(norm + start + at, mask=at < k_size - start, other=0).to(tl.float32)
+            wide = values.to(tl.float32)
+            squares += wide * wide
+            values = (wide * scale[:, :, None]).to(values.dtype)
+        acc = tl.dot(weights, values, acc)  # a product for each warp
+    pdl.release(early)
+    _finish(
+        tl.sum(acc, 0), tl.sum(tl.sum(squares, 1), 0), bias, out, tile, weight_row, m, rows, eps, out_stride,
         features, k_size, block_n, block_m, normed, gated, biased, added,
     )  # fmt: skip
 
@@ -275,7 +319,14 @@ def _launch(
             num_warps=cut.warps, **pdl.options(),
         )  # fmt: skip
         return
-    block_m = max(most, 16)
+    block_m = max(most, 8)
+    if cut.narrow:
+        _narrow[(tiles, -(-rows // block_m))](
+            x, weight, norm, bias, out, rows, eps, x.stride(0), out.stride(0),
+            features, k, cut.block_n, block_m, cut.block_k, cut.warps, cut.stages, *flags,
+            num_warps=cut.warps, **pdl.options(),
+        )  # fmt: skip
+        return
     if tiles > _COUNTERS:
         cut = cut._replace(split=1)
     at_once = rows if cut.split == 1 else _COUNTERS // tiles * block_m

@@ -6,6 +6,7 @@ are cut by the reasoning of :func:`default`.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -26,13 +27,15 @@ _LEAST = 8192
 class Cut(NamedTuple):
     """*block_n* output features (for a gated layer: half of them gates) and *block_k* input features at a time; *split*
     programs share the input features; *stages* blocks have room in shared memory, all but one on their way. With one
-    row, two are in registers."""
+    row, two are in registers. *narrow*: a program's warps share the input features, each *block_k* of them at a
+    time, and no programs do."""
 
     block_n: int
     block_k: int
     split: int = 1
     stages: int = 2
     warps: int = 4
+    narrow: bool = False
 
 
 class Key(NamedTuple):
@@ -103,26 +106,37 @@ def default(key: Key) -> Cut:
 
 
 def candidates(key: Key) -> list[Cut]:
-    """Cuts worth measuring, the default first; at most twelve."""
-    found = [default(key)]
+    """Cuts worth measuring: at most twelve, for more than one row at most eight."""
     if key.rows == 1:
         sizes = ((4, 512), (8, 512), (16, 512), (2, 1024), (4, 1024), (8, 1024), (16, 256), (4, 2048))
-        found += [Cut(n, k, warps=4) for n, k in sizes if k <= key.k]
+        found = [default(key), *(Cut(n, k, warps=4) for n, k in sizes if k <= key.k)]
         found += [Cut(n, k, warps=8) for n, k in ((8, 1024), (4, 2048)) if k <= key.k]
     else:
+        found = []
+        many = key.n >= 128 * SMS  # programs enough without the narrowest tiles
         for block_n, block_k, stages, warps in (
-            (64, 128, 5, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 64, 6, 8), (32, 256, 4, 4), (64, 64, 8, 4),
+            (64, 128, 5, 4), (128, 64, 6, 8), (128, 128, 4, 4), (64, 256, 4, 4), *([(64, 64, 8, 4)] if many else []),
         ):  # fmt: skip
             tiles, steps = -(-key.n // block_n), -(-key.k // block_k)
-            ways = sorted(_splits(steps), key=lambda split: _cost(tiles * split, split))[:2]
-            found += [Cut(block_n, block_k, s, min(steps // s + 1, stages), warps) for s in ways]
+            # More than one program for each multiprocessor was never faster.
+            split = min(_splits(steps), key=lambda split: abs(math.log(tiles * split / SMS)))
+            found.append(Cut(block_n, block_k, split, min(steps // split + 1, stages), warps))
+        for block_n, block_k, stages, warps in (
+            (32, 128, 3, 4), (32, 64, 4, 4), *([] if many else [(16, 128, 4, 4), (16, 128, 3, 8)]),
+        ):  # fmt: skip
+            steps = -(-key.k // (block_k * warps))
+            found.append(Cut(block_n, block_k, 1, min(steps + 1, stages), warps, True))
     fitting = [cut for cut in found if _shared(cut, key.rows) <= SHARED]
     return list(dict.fromkeys(fitting))[:12]
 
 
 def _shared(cut: Cut, rows: int) -> int:
     """Bytes of shared memory that a program's pipeline takes."""
-    return 0 if rows == 1 else cut.stages * (cut.block_n + max(rows, 16)) * cut.block_k * 2
+    if rows == 1:
+        return 0
+    if cut.narrow:  # and norms
+        return cut.stages * (cut.block_n + max(rows, 8) + 2) * cut.block_k * cut.warps * 2
+    return cut.stages * (cut.block_n + max(rows, 8)) * cut.block_k * 2
 
 
 def _splits(steps: int) -> list[int]:

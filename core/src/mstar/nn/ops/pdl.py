@@ -1,10 +1,10 @@
 """Programmatic dependent launch (CUDA, compute capability 9.0 and later): a kernel may start while the one before it
 still runs, and does there what needs none of its results.
 
-Every kernel that is launched this way calls :func:`begin`, or :func:`release` and later :func:`wait`, before it touches
-anything that an earlier kernel may write, or writes what an earlier one may read: buffers come from a caching
-allocator, which gives them out again. That all of them do so is what makes waiting for the kernel before enough: it
-ended only after it had waited for its own. Weights alone may be read earlier.
+Every kernel that is launched this way calls :func:`begin`, or :func:`wait` and, anywhere, :func:`release`. It
+waits before it touches anything that an earlier kernel may write, or writes what an earlier one may read: buffers come
+from a caching allocator, which gives them out again. That all of them do so is what makes waiting for the kernel before
+enough: it ended only after it had waited for its own. Weights alone may be read earlier.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from mstar.testing.faults import doom, watch_cuts
 __all__ = ["EndChecks"]
 
 _REQUESTS = 8
+_DRAWN = 50
+"""The seed of the requests that are ended in every way. One set: most time goes into their right answers."""
 
 
 class EndChecks:
@@ -24,7 +26,7 @@ class EndChecks:
         """Cancelled at random points: it ends at once, frees everything, and the others go on unchanged."""
         rng = random.Random(seed)
         driver = mstar_model.driver(max_concurrent_requests=5)
-        asked = mstar_model.examples(_REQUESTS, seed=50 + seed)
+        asked = mstar_model.examples(_REQUESTS, seed=_DRAWN)
         for request, example in asked.items():
             driver.submit(request, example)
         for _ in range(_REQUESTS // 2):
@@ -41,7 +43,7 @@ class EndChecks:
         """Cancelled while half of its prompt is computed: it frees everything, and the others go on unchanged."""
         driver = mstar_model.driver(scheduler={"max_step_tokens": 3})
         cut = watch_cuts(driver)
-        asked = mstar_model.examples(_REQUESTS, seed=55)
+        asked = mstar_model.examples(_REQUESTS, seed=_DRAWN)
         for request, example in asked.items():
             driver.submit(request, example)
         for _ in range(_REQUESTS // 2):
@@ -56,7 +58,7 @@ class EndChecks:
     def test_close(self, mstar_model: Subject, steps: int) -> None:
         """A worker that is closed at any point gives every request an end and frees everything."""
         driver = mstar_model.driver()
-        asked = mstar_model.examples(_REQUESTS, seed=60)
+        asked = mstar_model.examples(_REQUESTS, seed=_DRAWN)
         for request, example in asked.items():
             driver.submit(request, example)
         for _ in range(steps):
@@ -81,7 +83,7 @@ class EndChecks:
         *at*: in which torch call inside the node the fault is; ``None``: after it.
         """
         driver = mstar_model.driver()
-        asked = mstar_model.examples(_REQUESTS - 1, seed=70)
+        asked = mstar_model.examples(_REQUESTS - 1, seed=_DRAWN)
         doomed = {"r1", "r4"}
         runner = doom(driver, doomed, at)
         for request, example in asked.items():

@@ -106,6 +106,7 @@ class Subject:
         self.registry, self.weights = registry, weights
         self.spec, self.plugin = registry.models[registry.model(key).key]
         self._causes: dict[str, str] = {}  # why a request failed → the first test that saw it
+        self._drawn: dict[int, list[Example]] = {}
         self._answers: dict[int, tuple[Example, Mapping[str, Any]]] = {}
 
     @property
@@ -174,8 +175,11 @@ class Subject:
         return _Driver(spec, registry, self.weights, **self.overrides)
 
     def examples(self, count: int, seed: int) -> dict[str, Example]:
-        """Request id → sample request."""
-        return {f"r{i}": example for i, example in enumerate(draw_examples(self.spec, count, seed))}
+        """Request id → sample request. Checks that name the same *seed* get the same ones, and so share what each of
+        them gives alone."""
+        if len(self._drawn.get(seed, ())) < count:
+            self._drawn[seed] = draw_examples(self.spec, count, seed)
+        return {f"r{i}": example for i, example in enumerate(self._drawn[seed][:count])}
 
     def mixed(self, count: int, seed: int) -> dict[str, Example]:
         """As :meth:`examples`, but with knobs drawn at random where the example leaves them open."""

@@ -36,6 +36,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tenso
     heads, each shared by as many query heads. *mask*: bool ``[rows, 1, tokens, tokens]``, true where a query sees."""
     # a branch, because a compiler for which heads have any number gives no plain boolean
     shared = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+    if mask is not None and shared and q.is_cuda:
+        # of PyTorch's kernels the fast one that takes masks shares no heads, and the plain one computes in float32
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        shared = {}
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if mask is None and not causal and not shared:
         return attend_windows(q, k, v).transpose(1, 2)

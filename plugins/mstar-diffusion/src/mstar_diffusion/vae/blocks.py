@@ -159,6 +159,7 @@ class Decoder(nn.Module):
         self, channels: int, latent: int, widths: Sequence[int], layers: int, groups: int, attention: bool = True
     ):
         super().__init__()
+        self.widths = tuple(widths)
         falling = list(reversed(widths))
         before = [falling[0], *falling]
         last = len(falling) - 1
@@ -175,3 +176,20 @@ class Decoder(nn.Module):
         for block in self.up_blocks:
             x = block(x)
         return self.conv_out(self.conv_norm_out(x))  # type: ignore[no-any-return]
+
+    def numbers_at_peak(self) -> float:
+        """How many numbers it holds at a time, at most, for each pixel of the picture that it makes, where a norm with
+        its activation is one operation.
+
+        A block's input stays until the block has ended. In it a first residual has its input, that normed, and the
+        convolution's output, later ones three maps of the block's width; what is doubled has its small and its large
+        form and the convolution's output.
+        """
+        most, behind = 0.0, self.widths[-1]
+        for level in reversed(range(len(self.widths))):
+            width, share = self.widths[level], 0.25**level
+            most = max(most, share * max(2 * behind + width, behind + 3 * width))
+            if level:
+                most = max(most, share * (behind + width) + 4 * share * 2 * width)
+            behind = width
+        return most

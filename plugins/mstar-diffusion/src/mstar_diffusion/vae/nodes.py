@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.node import Node, Sampled, Step
 from mstar.spec.sizes import bytes_in_words
 from mstar.weights.names import WeightMap
@@ -32,8 +33,11 @@ PREVIEW_SIDE = 32
 """Most latent points along a side of a preview: 256 pixels, a sixteenth of the work of 1024."""
 
 _MAPS = 10
-"""Full-size feature maps, as wide as the second size, that a decode holds at its peak: 5 GiB at 1024 x 1024 in
-bfloat16, for FLUX's decoders."""
+"""Full-size feature maps, as wide as the second size, that a decode holds at its peak with PyTorch's norms, which turn
+maps around, or compiled: 5 GiB at 1024 x 1024 in bfloat16, for FLUX's decoders."""
+
+_SPARE = 1.1
+"""Of what fused norms leave (1.4 GiB there, as measured): workspaces, and what an allocator cannot use."""
 
 _KEPT = 8
 """A captured step keeps what it needs: at most one part in so many of the memory that is free. Larger ones, in which a
@@ -138,8 +142,13 @@ class VaeDecoder(Node, abc.ABC):
     def bytes_of(self, latent: Tensor) -> int:
         """About what decoding all rows of *latent* whole needs at its peak."""
         pixels = len(latent) * latent.shape[2] * latent.shape[3] * self.config.factor**2
-        widest = max(self.config.decoder_widths[:2])
-        return pixels * widest * _MAPS * latent.dtype.itemsize
+        fused = latent.is_cuda and ops.cuda_kernels_fault() is None and not self._is_compiled
+        each = self.decoder.numbers_at_peak() * _SPARE if fused else max(self.config.decoder_widths[:2]) * _MAPS
+        return int(pixels * each * latent.dtype.itemsize)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return "forward" in vars(self.decoder)  # as mstar.engine.compile leaves it
 
     def regions(self) -> Iterator[tuple[str, nn.Module]]:
         if self.compiled:
