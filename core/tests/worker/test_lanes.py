@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -55,11 +56,12 @@ def passed(driver: RankDriver) -> int:
 class Pair:
     """Both ends of a channel, in one process."""
 
-    def __init__(self, place: Path):
+    def __init__(self, place: str):
         self.ends = TensorChannel(0, CPU), TensorChannel(1, CPU)
-        stores = [lane_store(str(place), first)[0] for first in (True, False)]
-        for end, store in zip(self.ends, stores, strict=True):
-            end.begin("gloo", lambda store=store: store, True)
+        store, told = lane_store(place, first=True)
+        local = not place.startswith("tcp://")
+        self.ends[1].begin("gloo", lambda: store, local)
+        self.ends[0].begin("gloo", lambda: lane_store(told, first=False)[0], local)
         self.wait(lambda: all(end._opened is not None for end in self.ends))
         assert [end.opened() for end in self.ends] == ["", ""]
         for end in self.ends:
@@ -80,7 +82,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
-    made = Pair(tmp_path)
+    made = Pair(str(tmp_path))
     yield made
     for end in made.ends:
         end.close()
@@ -112,6 +114,17 @@ def test_tensors_come_as_they_were(pair: Pair) -> None:
     pair.settle()
     assert here.on_the_way == there.on_the_way == 0
     assert here.sent == there.received == sum(tensor.nbytes for tensor in TENSORS)
+
+
+def test_ranks_on_two_machines_meet_by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    pair = Pair("tcp://127.0.0.1")
+    (message,) = pair.ends[0].launch([run(pair.ends[0].pack(1, TENSORS[0]))])
+    got = pair.ends[1].resolve(message)
+    pair.wait(lambda: arrived(got))
+    assert torch.equal(unpack(got.values[0], CPU), TENSORS[0])
+    for end in pair.ends:
+        end.close()
 
 
 def test_small_ones_and_ids_stay_in_messages(pair: Pair) -> None:
