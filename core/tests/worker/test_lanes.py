@@ -175,7 +175,9 @@ def test_a_rank_that_dies_ends_what_is_on_its_way_both_ways(pair: Pair) -> None:
     assert not arrived(coming)
     there.close()
     assert pair.wait(lambda: [here.step(), here.fault is not None][1]) < 1.0
-    assert pair.wait(lambda: arrived(coming)) < 1.0
+    assert pair.wait(lambda: coming.values[0].data.transfer.over()) < 1.0
+    assert not arrived(coming)  # nobody takes what has not come for what has
+    assert not arrived(coming, on_host=False)
     here.close()
     assert here.on_the_way == 0
     assert here.has_room

@@ -83,7 +83,8 @@ class _Waited:
     def over(self) -> bool:
         return self._over.is_set()
 
-    usable = over
+    def usable(self) -> bool:
+        return self._over.is_set() and self.fault is None
 
     def hand_over(self, data: Tensor) -> Tensor:
         return data
