@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
-from test_seeing_parity import CHATS
+from test_seeing_parity import CHATS, ask
 
+import mstar
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
@@ -120,3 +121,19 @@ def test_over_http_two_processes_answer_as_one(folders: dict[str, Path]) -> None
     assert len(set(want)) > 2
     assert status["moves"]["done"] == len(TEXTS)
     assert status["ranks"][0]["steps"] >= len(TEXTS)
+
+
+def test_a_divided_model_sees(folders: dict[str, Path]) -> None:
+    """Tower and language model on two processes together: pictures, known ones and those of a known head, too."""
+    extra = () if importlib.metadata.entry_points(group="mstar.plugins", name="qwen3") else ("mstar_qwen3.plugin",)
+    settings = Settings(extra_plugins=extra)
+    registry, said = Registry(load_plugins(settings)), []
+    mesh = {"ranks": [0, 1], "tp": 2}
+    divided = {"executor": "processes", "placement": {"encoder": mesh, "llm": mesh}}
+    for changed in ({"executor": "inline"}, divided):
+        told = {**EXACT, "resources": {"kv": {"tokens": 4096}}, **changed}
+        with mstar.load(KEY, weights=str(folders["whole"]), settings=settings, registry=registry, **told) as model:
+            said.append([ask(model, CHATS[name]).tokens for name in (*CHATS, "a picture")])
+            steps = [rank["steps"] for rank in model.status()["ranks"]]
+    assert said[0] == said[1]
+    assert steps[0] > len(CHATS)
