@@ -120,7 +120,7 @@ class Worker:
         self.moves: Moves | None = None
         if self.ranks is not None and self.ranks.layout.by_walk:
             self.moves = Moves(self.ranks, built.resources, built.device, self._come, self.requests.fail)
-        self.portions = Portions(self.resources, self.requests.owner_of)
+        self.portions = Portions(self.resources, self._owner_of_call)
         self.offers = Offers(
             self.scheduler, self.sharing, self.portions, self.requests.of, self._complete_known, self.ranks
         )
@@ -376,10 +376,10 @@ class Worker:
 
     def _known(self, live: Live, call: CallRun) -> bool:
         """Whether nothing of *call* needs to be computed."""
-        if not self.portions.concern(call.op):
+        if not self.portions.concern(call.op) or (self.ranks is not None and not self.ranks.here(call)):
             return False
         self.sharing.reuse_ahead(live, call)
-        return self.portions.skip(live, call)
+        return self.portions.skip(call)
 
     # --- steps --------------------------------------------------------------------------------------------------------
     def _launch(self, work: list[Work]) -> list[Flight]:
@@ -508,7 +508,9 @@ class Worker:
 
     # --- books --------------------------------------------------------------------------------------------------------
     def _owner(self, work: Work, resource: str) -> Owner:
-        call = work.call
+        return self._owner_of_call(work.call, resource)
+
+    def _owner_of_call(self, call: CallRun, resource: str) -> Owner:
         return self.requests.owner_of(self.requests.live[call.run.request.id], resource, call)
 
     def _close(self, resource: str, owner: Owner) -> None:
