@@ -129,11 +129,10 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     drawn = "top_ks:i64 uniforms:fp64 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(cuda_sampling._choose, rows + blocks + drawn, filters=True, **sizes, **block, **lanes)
     rows += "top_ks:i64 bounds:fp64 found:i32 "
-    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", warps=8, **sizes, **lanes)
+    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", **sizes, **lanes)
     kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
     assert _compile(filters._collect, kept, warps=8, **sizes, **block)
-    assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
-    assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
+    assert _compile(filters._settle, kept + " until:i64", warps=8, **sizes, **block, **lanes)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ Here a sample says where to look, and what is found is exact:
 2. :func:`_collect`, the one pass over all logits: what lies above the bracket is counted and weighed, and what lies
    within goes to a buffer: a few hundred tokens of a peaked row, some thousands of a flat one.
 3. :func:`_settle`, a program a row: was the bracket right (fewer than *k* above it, *k* or more with what is in the
-   buffer; likewise by weight)? Then the threshold is in the buffer, and is found there by digits of four bits: a
-   float's bits, seen as an integer, are ordered like the floats. If the bracket was wrong, or held more than fits
-   (thousands of equal scores), the same search reads the row's logits instead.
-4. :func:`_weigh`: what is left of each block.
+   buffer; likewise by weight)? Then the threshold is in the buffer, and is found there by halving: a float's bits, seen
+   as an integer, are ordered like the floats. If the bracket was wrong, or held more than fits (thousands of equal
+   scores), the same search reads the row's logits instead. Then what is left of each block is weighed.
 
 The sample decides how long it takes, never what comes out. Weights in the buffer are whole shares of 2**40, so that
 their sums do not depend on the order in which blocks were stored there; what lies above it is summed block by block.
@@ -61,7 +60,6 @@ _SURE = tl.constexpr(4.0)  # standard deviations
 _UNSEEN = tl.constexpr(10.0)  # so many tokens may be there of which the sample has none: e**-10
 _LEAST = tl.constexpr(1 - 10.0 / 4096)  # so much of what the sample has is there if all of the sample is
 _SHARE = tl.constexpr(1099511627776.0)  # 2**40
-_DIGITS = tl.constexpr(16)
 _BOUNDS = tl.constexpr(4)
 """float64 a row: the bracket's low end (plus infinity: the row holds no numbers), its high end, best, total."""
 _LINE = tl.constexpr(3)
@@ -201,12 +199,6 @@ def _collect(
 
 
 @triton.jit
-def _shares(x, best, by_count):
-    """Whole shares of 2**40, int64; by count: 1 for each."""
-    return tl.where(by_count, 1, (tl.exp(x - best) * _SHARE).to(tl.int64))
-
-
-@triton.jit
 def _some(
     source, start, count, scale,
     columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
@@ -220,118 +212,94 @@ def _some(
 
 
 @triton.jit
-def _ends(
-    source, count, scale, best, by_count, least,
-    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
-):  # fmt: skip
-    """The sum of the amounts from *least* on, the smallest key that is there, and the largest."""
-    amount = tl.zeros((threads,), tl.int64)
-    smallest, largest = tl.full((threads,), 1 << 32, tl.int64), tl.full((threads,), -1, tl.int64)
-    for start in tl.range(0, count, threads * each):
-        x = _some(source, start, count, scale, columns, vocab, changed, threads, each)
-        counts = (x >= least) & (x > float("-inf"))
-        amount += tl.sum(tl.where(counts, _shares(x, best, by_count), 0), 1)
-        key = key_of(x)
-        smallest = tl.minimum(smallest, tl.min(tl.where(counts, key, 1 << 32), 1))
-        largest = tl.maximum(largest, tl.max(tl.where(counts, key, -1), 1))
-    return tl.sum(amount, 0), tl.min(smallest, 0), tl.max(largest, 0)
+def _ends(x, amount):
+    """Of scores above minus infinity whose *amount* counts: its sum, the smallest key, and the largest."""
+    key = key_of(x)
+    there = amount > 0
+    smallest = tl.min(tl.min(tl.where(there, key, 1 << 32), 1), 0)
+    return tl.sum(tl.sum(amount, 1), 0), smallest, tl.max(tl.max(tl.where(there, key, -1), 1), 0)
 
 
 @triton.jit
-def _by_digit(own, amount, first: tl.constexpr, step: tl.constexpr):
-    """Sums over the second axis of *amount* where *own* is 0…15, ``[threads, 2, 2, 2, 2]``: the digit's bits."""
-    if step == 16:
-        return tl.sum(tl.where(own == first, amount, 0), 1)
-    else:
-        even = _by_digit(own, amount, first, 2 * step)
-        return tl.join(even, _by_digit(own, amount, first + step, 2 * step))
-
-
-@triton.jit
-def _search(
-    source, count, scale, best, by_count, least, smallest, largest, base, target,
+def _amounts(
+    source, start, count, scale, best, by_count, least,
     columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
 ):  # fmt: skip
-    """The key of the least score of which the amounts above it, and *base*, are less than *target*.
-
-    :param smallest: the search is from this key on to *largest*, which is not smaller.
-    """
-    digit = tl.arange(0, _DIGITS)
-    prefix, span = smallest, largest - smallest
-    shift = tl.full((), 0, tl.int32)
-    while (span >> shift) >= _DIGITS:
-        shift += 4
-    while shift >= 0:
-        amounts = tl.zeros((threads, 2, 2, 2, 2), tl.int64)
-        for start in tl.range(0, count, threads * each):
-            x = _some(source, start, count, scale, columns, vocab, changed, threads, each)
-            own = (key_of(x) - prefix) >> shift  # beyond 0…15: settled before
-            amounts += _by_digit(own, tl.where(x >= least, _shares(x, best, by_count), 0), 0, 1)
-        held = tl.reshape(tl.sum(amounts, 0), (_DIGITS,))
-        above = base + tl.sum(tl.where(digit[None, :] > digit[:, None], held[None, :], 0), 1)
-        chosen = tl.minimum(tl.sum((above >= target).to(tl.int32), 0), _DIGITS - 1)
-        base = tl.sum(tl.where(digit == chosen, above, 0), 0)
-        prefix += chosen.to(tl.int64) << shift
-        shift -= 4
-    return prefix
+    """Some scores and their amounts, 0 below *least*: whole shares of 2**40, int64; by count 1 for each."""
+    x = _some(source, start, count, scale, columns, vocab, changed, threads, each)
+    shares = tl.where(by_count, 1, (tl.exp(x - best) * _SHARE).to(tl.int64))
+    return x, tl.where((x >= least) & (x > float("-inf")), shares, 0)
 
 
 @triton.jit
 def _thresholds(
-    source, count, scale, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
-    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
+    source, count, scale, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely, first, second,
+    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, each: tl.constexpr, whole: tl.constexpr,
 ):  # fmt: skip
     """The threshold of top-k and then top-p among the scores of *source*, and whether it is right.
 
+    Both are the largest score from which on there is as much as they want, and are found by halving the range of keys.
+
     :param above: how many tokens there are beside and above them, and *heavier* their shares. :param surely:
-        whether all that there is below them is out, or nothing is there.
+        whether all that there is below them is out, or nothing is there. :param first: and *second*, keys to begin
+        with; −1: the middle. :param whole: all of them stay in registers; otherwise they are read anew each time.
     """
+    threads: tl.constexpr = 256
+    step: tl.constexpr = threads * each
     threshold, right = tl.full((), float("-inf"), tl.float32), tl.full((), True, tl.int1)
     for turn in range(2):
         counting = turn == 0
         if tl.where(counting, by_count, by_weight):
-            amount, smallest, largest = _ends(
-                source, count, scale, best, counting, threshold, columns, vocab, changed, threads, each
+            x, amounts = _amounts(
+                source, 0, count, scale, best, counting, threshold, columns, vocab, changed, threads, each
             )
+            amount, low, high = _ends(x, amounts)
+            if not whole:
+                for start in tl.range(step, count, step):
+                    some, shares = _amounts(
+                        source, start, count, scale, best, counting, threshold, columns, vocab, changed, threads, each
+                    )
+                    more, smallest, largest = _ends(some, shares)
+                    amount, low, high = amount + more, tl.minimum(low, smallest), tl.maximum(high, largest)
             base = tl.where(counting, above, heavier)
-            whole = tl.where(by_count, amount.to(tl.float64), total * _SHARE)  # top-p of what top-k has left
-            target = tl.where(counting, top_k, (top_p.to(tl.float64) * whole).to(tl.int64))
-            target = tl.maximum(target, 1)
+            of = tl.where(by_count, amount.to(tl.float64), total * _SHARE)  # top-p of what top-k has left
+            target = tl.maximum(tl.where(counting, top_k, (top_p.to(tl.float64) * of).to(tl.int64)), 1)
             if base >= target:
                 right = tl.full((), False, tl.int1)
             elif base + amount < target:
                 right = right & surely  # all of them are kept
             else:
-                key = _search(
-                    source,
-                    count,
-                    scale,
-                    best,
-                    counting,
-                    threshold,
-                    smallest,
-                    largest,
-                    base,
-                    target,
-                    columns,
-                    vocab,
-                    changed,
-                    threads,
-                    each,
-                )
-                threshold = score_of(key)
+                probe, other = first, second
+                while low < high:
+                    middle = tl.where(probe < 0, (low + high + 1) >> 1, tl.minimum(tl.maximum(probe, low + 1), high))
+                    probe, other = other, tl.full((), -1, tl.int64)
+                    score = score_of(middle)
+                    reached = base
+                    if whole:
+                        reached += tl.sum(tl.sum(tl.where(x >= score, amounts, 0), 1), 0)
+                    else:
+                        held = tl.zeros((threads,), tl.int64)
+                        for start in tl.range(0, count, step):
+                            some, shares = _amounts(
+                                source, start, count, scale, best, counting, threshold,
+                                columns, vocab, changed, threads, each,
+                            )  # fmt: skip
+                            held += tl.sum(tl.where(some >= score, shares, 0), 1)
+                        reached += tl.sum(held, 0)
+                    low, high = tl.where(reached >= target, middle, low), tl.where(reached >= target, high, middle - 1)
+                threshold = score_of(low)
     return threshold, right
 
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _settle(
     logits, slots, floats, which, words, histories, marks, flags, top_ks,
-    bounds, found, lines, kept, weights, thresholds,
+    bounds, found, lines, kept, weights, thresholds, until,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
-    block_lanes: tl.constexpr,
-    early: tl.constexpr,
+    block: tl.constexpr, block_lanes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Each row's threshold. In *found*: −1 when it was looked for among all logits, and the bracket says nothing."""
+    """Each row's threshold, and what it leaves of each block. In *found*: −1 when the row was looked for among all
+    logits, and the bracket says nothing."""
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
@@ -347,62 +315,59 @@ def _settle(
     if by_count | by_weight:
         lane = tl.arange(0, block_lanes)
         there = lane < blocks
-        above = tl.sum(tl.load(lines + (row * blocks + lane) * _LINE, mask=there, other=0).to(tl.int64), 0)
-        heavier = tl.load(weights + row * blocks + lane, mask=there, other=0).to(tl.float64)
+        line = lines + (row * blocks + lane) * _LINE
+        above = tl.sum(tl.load(line, mask=there, other=0).to(tl.int64), 0)
+        weight = tl.load(weights + row * blocks + lane, mask=there, other=0)
+        heavier = (tl.sum(weight.to(tl.float64), 0) * _SHARE).to(tl.int64)
         number = tl.load(found + row)
-        right = number <= ROOM
         edits = (slots, floats, which, words, histories, marks, flags)
-        if right:
-            surely = (low == float("-inf")) | (low <= least)
+        mine, middle = (kept + row * ROOM, row, edits), tl.full((), -1, tl.int64)
+        surely = (low == float("-inf")) | (low <= least)
+        right = tl.full((), False, tl.int1)
+        if number <= 1024:
             threshold, right = _thresholds(
-                (kept + row * ROOM, row, edits), number, 1.0, best, total, top_k, top_p, by_count, by_weight,
-                above, (tl.sum(heavier, 0) * _SHARE).to(tl.int64), surely, columns, vocab, False, 256, 4,
+                mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
+                middle, middle, columns, vocab, False, 4, True,
             )  # fmt: skip
-        if not right:
+        elif number <= 4096:
+            threshold, right = _thresholds(
+                mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
+                middle, middle, columns, vocab, False, 16, True,
+            )  # fmt: skip
+        elif number <= ROOM:
+            threshold, right = _thresholds(
+                mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
+                middle, middle, columns, vocab, False, 16, False,
+            )  # fmt: skip
+        if right:
+            threshold = tl.maximum(tl.minimum(threshold, best), least)
+            # Running sums over the buffer, in which a block's tokens stand side by side.
+            sums, before = until + row * ROOM, tl.full((), 0, tl.int64)
+            for start in tl.range(0, number, 2048):
+                at = start + tl.arange(0, 2048)
+                x = tl.load(kept + row * ROOM + at, mask=at < number, other=float("-inf"))
+                share = tl.where(x >= threshold, (tl.exp(x - best) * _SHARE).to(tl.int64), 0)
+                tl.store(sums + at, tl.cumsum(share, 0) + before, mask=at < number)
+                before += tl.sum(share, 0)
+            tl.debug_barrier()  # other threads read them
+            held, begin = tl.load(line + 1, mask=there, other=0), tl.load(line + 2, mask=there, other=0)
+            last = tl.load(sums + begin + held - 1, mask=held > 0, other=0)
+            last -= tl.load(sums + begin - 1, mask=(held > 0) & (begin > 0), other=0)
+            tl.store(weights + row * blocks + lane, weight + (last.to(tl.float64) / _SHARE).to(tl.float32), mask=there)
+        else:
             nothing = tl.full((), 0, tl.int64)
-            threshold, _ = _thresholds(
-                (logits + row * stride, row, edits), vocab, scale, best, total, top_k, top_p, by_count, by_weight,
-                nothing, nothing, True, columns, vocab, changed, 256, 16,
+            source, high = (logits + row * stride, row, edits), tl.load(bound + 1).to(tl.float32)
+            threshold, right = _thresholds(
+                source, vocab, scale, best, total, top_k, top_p, by_count, by_weight, nothing, nothing, True,
+                key_of(low), key_of(high), columns, vocab, changed, 16, False,
             )  # fmt: skip
+            threshold = tl.maximum(tl.minimum(threshold, best), least)
+            for index in range(blocks):
+                x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
+                weighed = tl.sum(tl.where(x >= threshold, tl.exp(x - best), 0.0), 0)
+                tl.store(weights + row * blocks + index, weighed)
             tl.store(found + row, -1)
-        threshold = tl.maximum(tl.minimum(threshold, best), least)
     tl.store(thresholds + row, threshold)
-
-
-@triton.jit(do_not_specialize_on_alignment=_SMALL)
-def _weigh(
-    logits, slots, floats, which, words, histories, marks, flags, top_ks,
-    bounds, found, lines, kept, weights, thresholds,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
-    block: tl.constexpr,
-    early: tl.constexpr,
-):  # fmt: skip
-    """Add to each block's weight what its tokens in the buffer weigh that are kept."""
-    pdl.begin(early)
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1)
-    slot, scale, top_p, min_p, greedy = parameters(slots, floats, row, columns)
-    filtered = filters_of(top_ks, slot, top_p, min_p, greedy, vocab)[3]
-    if not filtered:
-        return
-    low, best = tl.load(bounds + row * _BOUNDS).to(tl.float32), tl.load(bounds + row * _BOUNDS + 2).to(tl.float32)
-    if low == float("inf"):
-        return
-    threshold, place = tl.load(thresholds + row), row * blocks + index
-    if tl.load(found + row) < 0:
-        edits = (slots, floats, which, words, histories, marks, flags)
-        x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
-        tl.store(weights + place, tl.sum(tl.where(x >= threshold, tl.exp(x - best), 0.0), 0))
-        return
-    number, begin = tl.load(lines + place * _LINE + 1), tl.load(lines + place * _LINE + 2)
-    if number == 0:
-        return
-    weight = tl.load(weights + place)
-    for start in tl.range(0, number, 256):
-        at = start + tl.arange(0, 256)
-        x = tl.load(kept + row * ROOM + begin + at, mask=at < number, other=float("-inf"))
-        weight += tl.sum(tl.where(x >= threshold, tl.exp(x - best), 0.0), 0)
-    tl.store(weights + place, weight)
 
 
 class Filtered(NamedTuple):
@@ -443,11 +408,11 @@ def apply_filters(
     weights, thresholds = torch.empty_like(tops), tops.new_empty((rows,))
     found = logits.new_empty((rows,), dtype=torch.int32)
     lines = logits.new_empty((rows, blocks, 3), dtype=torch.int32)
-    _bracket[(rows,)](*row, tops, sums, bounds, found, *sizes, lanes, early, num_warps=8, **options)
+    _bracket[(rows,)](*row, tops, sums, bounds, found, *sizes, lanes, early, num_warps=4, **options)
     collected = (bounds, found, lines, kept, weights)
     _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, maxnreg=REGISTERS, **options)
-    _settle[(rows,)](*row, *collected, thresholds, *sizes, lanes, early, num_warps=8, maxnreg=128, **options)
-    _weigh[(rows, blocks)](
-        *row, *collected, thresholds, *sizes, block, early, num_warps=min(warps, 4), maxnreg=REGISTERS, **options
+    until = logits.new_empty((rows, ROOM.value), dtype=torch.int64)
+    _settle[(rows,)](
+        *row, *collected, thresholds, until, *sizes, block, lanes, early, num_warps=8, maxnreg=128, **options
     )
     return Filtered(thresholds, weights, found)
