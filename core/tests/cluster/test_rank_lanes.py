@@ -112,3 +112,27 @@ async def test_cancels_leave_nothing(arena_root: Path) -> None:
         await ranks.assert_idle()
         assert [str(p) for p in arena_root.glob("*/*") if p.name not in ("socket", "link", "lanes")] == []
     assert list(arena_root.iterdir()) == []
+
+
+async def test_a_rank_whose_tensors_do_not_come_is_started_again(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lives, and what it has announced never comes."""
+    monkeypatch.setattr(test_ranks, "PLUGINS", (*test_ranks.PLUGINS[:-1], "lossy_lanes"))
+    async with running("mini_seq2seq", placement=FROM_RANK_1, engine=GLOO) as ranks:
+        await all_by_gloo(ranks)
+        before = ranks.executor.pids
+        rng = random.Random(4)
+        for n in range(8):  # the third value, if each had a step of its own
+            ranks.submit(f"r{n}", ranks.mini.example(rng))
+            if n < 2:
+                assert isinstance(await ranks.end(f"r{n}"), Done)
+        ends = [await ranks.end(f"r{n}") for n in range(8)]
+        failed = [end for end in ends if isinstance(end, Failed)]
+        assert {(end.status, end.code) for end in failed} == {(503, "worker_died")}
+        await ranks.until(lambda: ranks.executor.pids.get(1, before[1]) != before[1])
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        assert ranks.executor.pids[0] == before[0]
+        assert not lives(before[1])
+        assert "tensors do not pass: a tensor has not passed within" in caplog.text
+    assert list(arena_root.iterdir()) == []
