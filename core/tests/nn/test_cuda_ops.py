@@ -131,7 +131,7 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     rows += "top_ks:i64 bounds:fp64 found:i32 "
     assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", **sizes, **lanes)
     kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
-    assert _compile(filters._collect, kept, warps=8, **sizes, **block)
+    assert _compile(filters._collect, kept + " tops:fp32", warps=8, **sizes, **block)
     assert _compile(filters._settle, kept + " until:i64", warps=8, **sizes, **block, **lanes)
 
 

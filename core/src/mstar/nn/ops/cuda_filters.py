@@ -55,7 +55,8 @@ _SMALL = [
 ]  # fmt: skip
 _PIECES = tl.constexpr(512)  # of eight neighbours, which are read together
 _SAMPLE = tl.constexpr(4096)
-_STEPS = tl.constexpr(24)  # halvings of 2**32 keys: to a part in 2**15 of a score
+_REACH = tl.constexpr(128.0)  # nats below the best in which a bracket begins
+_STEPS = tl.constexpr(18)  # halvings of that: to less than a thousandth
 _SURE = tl.constexpr(4.0)  # standard deviations
 _UNSEEN = tl.constexpr(10.0)  # so many tokens may be there of which the sample has none: e**-10
 _LEAST = tl.constexpr(1 - 10.0 / 4096)  # so much of what the sample has is there if all of the sample is
@@ -116,7 +117,7 @@ def _bracket(
 
 @triton.jit
 def _estimate(x, best, total, top_k, top_p, by_count, vocab: tl.constexpr):
-    """A bracket from the sample *x*, by halving the range of keys for both of its ends.
+    """A bracket from the sample *x*, by halving the range of scores for both of its ends.
 
     By count: the tokens from a score on, which shall be *top_k*. By weight: what the tokens below it weigh, which shall
     be 1 − *top_p* of the total.
@@ -125,31 +126,38 @@ def _estimate(x, best, total, top_k, top_p, by_count, vocab: tl.constexpr):
     share = tl.full((), _SAMPLE / vocab, tl.float64)
     goal = tl.where(by_count, top_k.to(tl.float64), (1 - top_p.to(tl.float64)) * total) * share
     goal = goal.to(tl.float32)
-    end = key_of(best) + 1
-    # Of each end, a key that is known to be right (or stands for infinity), and one beyond it that is not.
-    low, beyond_low = tl.full((), -1, tl.int64), end
-    high, beyond_high = end, tl.full((), -1, tl.int64)
+    least = tl.min(tl.min(tl.where(x > float("-inf"), x, best), 1), 0)
+    bottom = tl.maximum(least, best - _REACH)
+    top = best + tl.maximum(tl.abs(best) * 1e-6, 1e-30)
+    # From a score on, or below it: both as "more than".
+    turned = tl.where(by_count, x, -x)
+    # Of each end, a score that is known to be right (or stands for infinity), and one beyond it that is not.
+    low, beyond_low, high, beyond_high = bottom, top, top, bottom
     for _ in range(_STEPS):
-        middle, other = (low + beyond_low) >> 1, (high + beyond_high) >> 1
-        score = score_of(tl.maximum(middle, 0))
-        found, spread, found_high, spread_high = _sampled(x, amount, score, score_of(tl.maximum(other, 0)), by_count)
-        heaviest = tl.exp(tl.minimum(score - best, 0.0))
+        middle, other = (low + beyond_low) * 0.5, (high + beyond_high) * 0.5
+        found, spread, found_high, spread_high = _sampled(
+            turned, amount, _turned(middle, by_count), _turned(other, by_count)
+        )
+        heaviest = tl.exp(tl.minimum(middle - best, 0.0))
         right = tl.where(by_count, found * _LEAST - spread >= goal, found + spread + _UNSEEN * heaviest <= goal)
         low, beyond_low = tl.where(right, middle, low), tl.where(right, beyond_low, middle)
         right = tl.where(by_count, found_high + spread_high + _UNSEEN <= goal, found_high * _LEAST - spread_high > goal)
         high, beyond_high = tl.where(right, other, high), tl.where(right, beyond_high, other)
-    lowest = tl.where(low < 0, float("-inf"), score_of(tl.maximum(low, 0)))
-    highest = tl.where(high >= end, float("inf"), score_of(tl.maximum(high, 0)))
-    # A NaN is the key of no score: nothing lies below it.
-    return tl.where(lowest == lowest, lowest, float("-inf")), tl.where(highest == highest, highest, float("inf"))
+    return tl.where(low == bottom, float("-inf"), low), tl.where(high == top, float("inf"), high)
 
 
 @triton.jit
-def _sampled(x, amount, score, other, by_count):
-    """The sum of the sample's amounts from *score* on (by count) or below it, and how far off it may be; the same for
-    *other*. All sums are made at once: the threads wait for each other once."""
-    chosen = tl.where((x >= score) == by_count, amount, 0.0)
-    besides = tl.where((x >= other) == by_count, amount, 0.0)
+def _turned(score, by_count):
+    """What "from *score* on" is more than, or "below *score*" with its sign turned."""
+    return tl.where(by_count, score_of(key_of(score) - 1), -score)
+
+
+@triton.jit
+def _sampled(turned, amount, score, other):
+    """The sum of the amounts of what is more than *score*, and how far off it may be; the same for *other*. All sums
+    are made at once: the threads wait for each other once."""
+    chosen = tl.where(turned > score, amount, 0.0)
+    besides = tl.where(turned > other, amount, 0.0)
     sums = tl.join(tl.sum(chosen, 1), tl.sum(besides, 1))
     squares = tl.join(tl.sum(chosen * chosen, 1), tl.sum(besides * besides, 1))
     sums, squares = tl.split(tl.sum(tl.join(sums, squares), 0))
@@ -162,12 +170,12 @@ def _sampled(x, amount, score, other, by_count):
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _collect(
     logits, slots, floats, which, words, histories, marks, flags, top_ks,
-    bounds, found, lines, kept, weights,
+    tops, bounds, found, lines, kept, weights,
     columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
     block: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """Weigh and count what is above the bracket, keep what is within."""
+    """Weigh and count what is above the bracket, keep what is within. Blocks that are all below it are not read."""
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
@@ -178,21 +186,26 @@ def _collect(
     low, high = tl.load(bounds + row * _BOUNDS).to(tl.float32), tl.load(bounds + row * _BOUNDS + 1).to(tl.float32)
     if low == float("inf"):
         return
+    line = lines + (row * blocks + index) * _LINE
+    if tl.load(tops + row * blocks + index) < low:
+        tl.store(weights + row * blocks + index, 0.0)
+        tl.store(line, 0)
+        tl.store(line + 1, 0)
+        return
     edits = (slots, floats, which, words, histories, marks, flags)
     x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
-    weight, above, begin = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    weight, begin = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32)
     if high < float("inf"):
         best = tl.load(bounds + row * _BOUNDS + 2).to(tl.float32)
         weight = tl.sum(tl.where(x >= high, tl.exp(x - best), 0.0), 0)
-        above = tl.sum((x >= high).to(tl.int32), 0)
     between = (x >= low) & (x < high) & (x > float("-inf"))
-    number = tl.sum(between.to(tl.int32), 0)
+    counts = tl.sum(tl.where(x >= high, 1 << 16, between.to(tl.int32)), 0)  # two numbers in one sum
+    above, number = counts >> 16, counts & 0xFFFF
     if number > 0:
         begin = tl.atomic_add(found + row, number, sem="relaxed")
         place = begin + tl.cumsum(between.to(tl.int32), 0) - 1
         tl.store(kept + row * ROOM + place, x, mask=between & (place < ROOM))
     tl.store(weights + row * blocks + index, weight)
-    line = lines + (row * blocks + index) * _LINE
     tl.store(line, above)
     tl.store(line + 1, number)
     tl.store(line + 2, begin)
@@ -410,7 +423,9 @@ def apply_filters(
     lines = logits.new_empty((rows, blocks, 3), dtype=torch.int32)
     _bracket[(rows,)](*row, tops, sums, bounds, found, *sizes, lanes, early, num_warps=4, **options)
     collected = (bounds, found, lines, kept, weights)
-    _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, maxnreg=REGISTERS, **options)
+    _collect[(rows, blocks)](
+        *row, tops, *collected, *sizes, block, early, num_warps=warps, maxnreg=REGISTERS, **options
+    )
     until = logits.new_empty((rows, ROOM.value), dtype=torch.int64)
     _settle[(rows,)](
         *row, *collected, thresholds, until, *sizes, block, lanes, early, num_warps=8, maxnreg=128, **options
