@@ -99,7 +99,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
     shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
     way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
-    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32", **shape, **way)
+    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32 usual:i32 long:i32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
     from mstar.nn.ops import cuda_invariant as invariant
