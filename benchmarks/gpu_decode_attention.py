@@ -8,6 +8,7 @@ could be copied. About two minutes.
     python benchmarks/gpu_decode_attention.py --check        # no timings
     python benchmarks/gpu_decode_attention.py --sweep        # also blocks, warps and stages other than the default
     python benchmarks/gpu_decode_attention.py --shape 16/4/256 --contexts 1024 --rows 8,16,32,64,128 --sweep
+    python benchmarks/gpu_decode_attention.py --shape 16/4/256 --contexts 512 --rows 32,64,128 --longest 16384
 """
 
 from __future__ import annotations
@@ -162,18 +163,29 @@ def apart(got: Tensor, wanted: Tensor) -> float:
 
 # --- time -------------------------------------------------------------------------------------------------------------
 def time_line(
-    backend: FlashInferAttention, bandwidth: float, shape: tuple[int, int, int], rows: int, context: int
+    backend: FlashInferAttention,
+    bandwidth: float,
+    shape: tuple[int, int, int],
+    rows: int,
+    context: int,
+    longest: int = 0,
 ) -> dict[str, Any]:
-    """Microseconds a layer. Each layer of a graph has a memory of its own, so that none finds its keys in the cache."""
+    """Microseconds a layer. Each layer of a graph has a memory of its own, so that none finds its keys in the cache.
+
+    :param longest: context of the first row, if it has another one.
+    """
     heads, kv_heads, dim = shape
-    size = rows * context * KVMemory.token_bytes(1, kv_heads, dim, DTYPE)
+    longest = longest or context
+    size = (rows * context + longest - context) * KVMemory.token_bytes(1, kv_heads, dim, DTYPE)
     layers = max(3, min(64, (1 << 31) // size))
-    page, per_row = 16, context // 16 + 1
+    page, per_row = 16, max(longest, context) // 16 + 1
     memory = KVMemory(layers, rows * per_row * page, kv_heads, dim, DTYPE, DEVICE)
     memory.data.normal_()
     tables = np.random.default_rng(0).permutation(rows * per_row).astype(np.int32).reshape(rows, per_row)
-    batch = KVBatch(np.ones(rows, np.int64), np.full(rows, context - 1, np.int64), tables, page)
-    line: dict[str, Any] = {"heads": f"{heads}/{kv_heads}", "rows": rows, "context": context}
+    starts = np.full(rows, context - 1, np.int64)
+    starts[0] = longest - 1
+    batch = KVBatch(np.ones(rows, np.int64), starts, tables, page)
+    line: dict[str, Any] = {"heads": f"{heads}/{kv_heads}", "rows": rows, "context": context, "longest": longest}
     ways: dict[str, Callable[[Layers, Any, int], Tensor]] = {"fused": Layers.fused, "two": Layers.two}
     for name, run in ways.items():
         steps = Layers(backend, memory, rows, heads, normed=True)
@@ -225,6 +237,7 @@ def main() -> int:
     parser.add_argument("--shape", help="query heads/key heads/head size, of one of the ways that are checked")
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--longest", type=int, default=0, help="context of one row among the others")
     arguments = parser.parse_args()
     contexts, rows = (tuple(map(int, each.split(","))) for each in (arguments.contexts, arguments.rows))
     shape = tuple(map(int, arguments.shape.split("/"))) if arguments.shape else None
@@ -237,7 +250,7 @@ def main() -> int:
     began, facts = time.perf_counter(), environment(("torch", "flashinfer-python", "triton"))
     torch.backends.cuda.matmul.allow_tf32 = False
     backend = FlashInferAttention()
-    triton_decode.ROWS = max(*rows, 16)
+    triton_decode.ROWS = triton_decode.WIDE_ROWS = max(*rows, 16)
     checks = check_replays(backend, shape)
     wrong = [line for line in checks if line["error"] > 1]
     print(f"{len(checks)} checks in {time.perf_counter() - began:.1f} s, {len(wrong)} wrong; "
@@ -249,7 +262,7 @@ def main() -> int:
         print(f"copy {bandwidth / 1e12:.2f} TB/s")
         results["copy_bytes_per_s"] = bandwidth
         lines = [
-            time_line(backend, bandwidth, each, count, context)
+            time_line(backend, bandwidth, each, count, context, arguments.longest)
             for each, context, count in itertools.product(shapes, contexts, rows)
         ]
         results["decode"] = lines

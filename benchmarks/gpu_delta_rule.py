@@ -3,11 +3,12 @@
 First outputs and states of captured steps, replayed with other rows in other places, are compared with the recurrence
 in float32, token by token. Then a layer's time is measured in CUDA graphs over layers with states of their own:
 decoding beside the time in which the states could be copied, prompts, and prompts among rows that decode. About three
-minutes. ``sweep`` tries other ways to take a matrix through a decoding step's program, in less than one.
+minutes. ``sweep`` tries other ways to divide a decoding step's matrices, in half of one.
 
     python benchmarks/gpu_delta_rule.py --out gpu_delta_rule.json
     python benchmarks/gpu_delta_rule.py --parts check        # no timings
     python benchmarks/gpu_delta_rule.py --parts sweep --out gpu_delta_sweep.json
+    python benchmarks/gpu_delta_rule.py --parts scan         # how a prompt's chunks are scanned, otherwise
 """
 
 from __future__ import annotations
@@ -46,23 +47,21 @@ PROMPTS = (256, 1024, 4096, 16384)
 MIXED = ((1, 512), (32, 512), (64, 2048))
 """Rows that decode, tokens of a prompt beside them."""
 PARTS = ("check", "decode", "prompts")
-SWEPT = (1, 8, 16, 32, 64, 128)
+SWEPT = (1, 8, 32, 64, 128)
 """Rows that are swept, with 16 heads of keys and 32 of values (4B and 9B) in as many layers as these have."""
 SWEPT_LAYERS = 24
 WAYS = (
-    Way(128, 4),
-    Way(128, 4, ahead=True),
-    Way(128, 8, once=True, ahead=True),
-    Way(64, 4, 2, ahead=True),
-    Way(64, 8, 2, once=True, ahead=True),
-    Way(32, 4, 1, ahead=True),
-    Way(32, 4, 3),
-    Way(32, 4, 3, ahead=True),
-    Way(32, 4, 3, once=True, ahead=True),
-    Way(32, 4, 4),
-    Way(32, 4, 4, once=True, ahead=True),
-    Way(32, 2, 3, ahead=True),
+    Way(4),
+    Way(4, groups=4),
+    Way(4, groups=4, registers=168),
+    Way(4, resident=1, stages=3),
+    Way(4, groups=4, resident=1, stages=3),
+    Way(4, resident=2, stages=2),
+    Way(4, groups=4, resident=2, stages=2),
 )
+SCANS = ((32, 4), (32, 8), (16, 4), (64, 8))
+"""Columns and warps of a program that scans chunks."""
+SCANNED = (512, 2048, 8192)
 LIMITS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 """Largest error, of the largest value. Factors of the products within chunks are rounded to the dtype."""
 
@@ -270,7 +269,7 @@ def sweep(bandwidth: float) -> list[dict[str, Any]]:
         way: {**way._asdict(), "error": error, "fault": fault, "right": error <= LIMITS[DTYPE]}
         for way, (error, fault) in tried.items()
     }
-    copied: dict[str, Any] = {"columns": "copying", "right": True}
+    copied: dict[str, Any] = {"warps": "copying", "right": True}
     for rows in SWEPT:
         layers, spans = Layers(*HEADS["4B"], rows, rows, layers=SWEPT_LAYERS), spans_of([1] * rows)
         copied[str(rows)] = layers.step_bytes / bandwidth * 1e6
@@ -283,6 +282,42 @@ def sweep(bandwidth: float) -> list[dict[str, Any]]:
 def way_seconds(way: Way, layers: Layers, spans: Spans) -> float:
     graph = captured(lambda: [layers.step(way, number, spans) for number in range(layers.layers)])
     return seconds(graph.replay, 20) / layers.layers
+
+
+# --- ways of a prompt's scan ------------------------------------------------------------------------------------------
+def scan() -> list[dict[str, Any]]:
+    """Microseconds of a layer's rule by tokens, the 4B model's heads; right if the outputs are those of plain torch."""
+    found, default = [], (cuda_delta_chunks._COLUMNS, cuda_delta_chunks._SCANNING)
+    for columns, warps in SCANS:
+        cuda_delta_chunks._COLUMNS, cuda_delta_chunks._SCANNING = columns, warps
+        line: dict[str, Any] = {"columns": columns, "warps": warps}
+        try:
+            line |= scan_line()
+        except Exception as error:  # more registers or shared memory than there is
+            line |= {"fault": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
+        found.append(line)
+    cuda_delta_chunks._COLUMNS, cuda_delta_chunks._SCANNING = default
+    return found
+
+
+def scan_line() -> dict[str, Any]:
+    line: dict[str, Any] = {}
+    for tokens in SCANNED:
+        layers, spans = Layers(*HEADS["4B"], 1, tokens, layers=1), spans_of([tokens])
+        state = StateSlots(layers.states[:, 0], layers.source, layers.target)
+        exact_state = state._replace(pool=state.pool.clone())
+        q, k, v = split(layers, layers.mixed)
+        g, beta = delta_reference.gates(layers.a, layers.b, layers.a_log, layers.dt_bias)
+        run = captured(lambda: line.update(out=cuda_delta_chunks.rule(q, k, v, g, beta, None, None, spans, state)))  # noqa: B023
+        line[str(tokens)] = seconds(run.replay) * 1e6
+        if tokens == SCANNED[0]:
+            wide = (each.float() for each in (q, k, v, g, beta))
+            wanted = delta_reference.gated_delta_rule(*wide, spans, exact_state)
+            pairs = ((line["out"].float(), wanted), (state.pool[state.target], exact_state.pool[state.target]))
+            line["error"] = max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
+            line["right"] = line["error"] <= 2 * LIMITS[DTYPE]  # without the norm, which makes outputs alike
+        del line["out"]
+    return line
 
 
 # --- another library --------------------------------------------------------------------------------------------------
@@ -337,7 +372,7 @@ def library_prompt(layers: Layers, lengths: Sequence[int]) -> float | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results to this file (JSON)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join((*PARTS, "sweep")))
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join((*PARTS, "sweep", "scan")))
     arguments = parser.parse_args()
     chosen = arguments.parts.split(",")
     if not torch.cuda.is_available():
@@ -362,6 +397,9 @@ def main() -> int:
         if "sweep" in chosen:
             done("sweep", "a layer of a decoding step, us by rows", sweep(bandwidth))
             wrong += [line for line in results["sweep"] if not line["right"]]
+        if "scan" in chosen:
+            done("scan", "the rule of a prompt, us by tokens", scan())
+            wrong += [line for line in results["scan"] if not line.get("right")]
         if "decode" in chosen:
             done("decode", "decoding, a layer", time_decode(bandwidth))
         if "prompts" in chosen:

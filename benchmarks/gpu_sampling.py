@@ -1,10 +1,9 @@
 """Choosing tokens on a GPU: is it right, and what does a step of it cost beside one copy of its logits?
 
 Each case is first compared with a sort in float64 (:func:`wrong`), then timed inside a CUDA graph of several copies, so
-that launching is part of it and Python is not. Logits are bfloat16, as a model's head gives them; where a penalty
-changes them the step makes its float32 copy first, as the sampler does. Two kinds of logits: *text* falls with the rank
-as a language model's do, *flat* are random numbers, of which top-p keeps a fifth of the vocabulary. ``copy_us`` is one
-copy of the logits by torch.
+that launching is part of it and Python is not. Logits are bfloat16, as a model's head gives them. Two kinds of logits:
+*text* falls with the rank as a language model's do, *flat* are random numbers, of which top-p keeps a fifth of the
+vocabulary. ``copy_us`` is one copy of the logits by torch.
 
     python benchmarks/gpu_sampling.py --kernels --out results.json
     python benchmarks/gpu_sampling.py --kinds equal --rows 1,200 --vocab 156940
@@ -31,7 +30,8 @@ from common import environment, table
 from gpu_ops import copy_bandwidth
 from torch import Tensor
 
-from mstar.nn.ops import cuda_edits, cuda_sampling, pdl
+from mstar.nn.ops import cuda_sampling, pdl
+from mstar.nn.sampling import Changes
 from mstar.resources.sampler_history import GROUP, flags_of
 
 COPIES, REPEATS = 5, 8
@@ -85,25 +85,21 @@ class Step:
             self.marks[1:].scatter_(1, seen, 1)
             self.flags[1:].scatter_(1, seen // GROUP, 1)
 
-    def scores(self, edit: Callable[..., None], *more: Tensor) -> Tensor:
-        if self.case.repetition == 1:
-            return self.logits
-        changed = self.logits.to(torch.float32, copy=True)
-        edit(changed, self.which, self.words, self.slots, self.floats, self.histories, self.marks, *more)
-        return changed
-
-    def sample(self, scores: Tensor, sampling: Any = cuda_sampling) -> Tensor:
-        chosen: Tensor = sampling.sample(scores, self.slots, self.floats, self.top_k, self.uniforms, self.case.filters)
-        return chosen
-
-    def edited(self) -> Tensor:
-        return self.scores(cuda_edits.edit, self.flags) if self.case.repetition != 1 else self.logits
+        self.changes = None
+        if case.repetition != 1:
+            self.changes = Changes(self.which, self.words, self.histories, self.marks, self.flags)
 
     def run(self) -> Tensor:
-        return self.sample(self.edited())
+        row = (self.logits, self.slots, self.floats, self.top_k, self.uniforms)
+        return cuda_sampling.sample(*row, self.case.filters, self.changes)
 
     def run_before(self, module: Any) -> Tensor:
-        return self.sample(self.scores(module.edit), module)
+        scores = self.logits
+        if self.changes is not None:
+            scores = scores.to(torch.float32, copy=True)
+            module.edit(scores, self.which, self.words, self.slots, self.floats, self.histories, self.marks)
+        chosen: Tensor = module.sample(scores, self.slots, self.floats, self.top_k, self.uniforms, self.case.filters)
+        return chosen
 
 
 def make(kind: str, rows: int, vocab: int, device: str) -> Tensor:

@@ -5,15 +5,17 @@
         --out FILE.json                                                             # under two minutes
     python benchmarks/image_gpu.py --shapes tiny --device cpu --out FILE.json       # does it work? no figures
 
-Models have random weights at published shapes. Each part runs in a process of its own and the file is written after
-each: what breaks or takes longer than ``--limit`` is reported, and the next goes on.
+Models have random weights at published shapes. Each part runs in a process of its own, which imports what it needs
+while the one before measures, and the file is written after each: what breaks or takes longer than ``--limit`` is
+reported, and the next goes on.
 
 Parts, in the order in which they are run: ``floor``: products and attention of one step alone, and the step itself by
 plain PyTorch operations, with the fused kernels, and captured, the last two compared with the first. ``graphs``
 (captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``timeline``: where the
 time of one such request goes, step by step and gap by gap. ``plain`` (neither kernels of M*'s own nor graphs): as
 ``graphs``; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
-the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``. ``eager``: the kernels without
+the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``, and how long its files take to
+encode. ``eager``: the kernels without
 graphs. ``compiled`` (and compiled layers), ``vae-compiled``, ``diffusers-compiled``: minutes each. ``exact``: compiled
 with exact norms and eager rounding.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -54,6 +57,13 @@ PARTS = (
     "floor", "graphs", "timeline", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled",
     "diffusers-compiled", "exact",
 )  # fmt: skip
+_OURS = ("image.steps", "mstar.worker.core", "mstar_diffusion.flux2.model", "mstar_diffusion.z_image.model")
+_DIFFUSERS = (
+    "image.reference",
+    "transformers.models.qwen3.modeling_qwen3",
+    "diffusers.pipelines.flux2.pipeline_flux2_klein",
+    "diffusers.pipelines.z_image.pipeline_z_image",
+)
 MINUTES = ("compiled", "exact")
 """Parts that compile for each number of requests: one at a time is measured."""
 MOST_ROWS = 8
@@ -78,14 +88,21 @@ def main(words: Sequence[str]) -> int:
     if strange := set(args.parts.split(",")) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(strange))}; known: {', '.join(PARTS)}")
     if args.child:
+        _import_for(args.child[1])
+        if not sys.stdin.readline():  # nobody waits for it any more
+            return 1
         args.out.write_text(json.dumps(measure(*args.child, args)))
         return 0
     found: dict[str, Any] = {"environment": environment(PACKAGES), "settings": _settings(args), "results": {}}
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             results = found["results"][shape] = {}
-            for part in sorted(args.parts.split(","), key=PARTS.index):
-                results[part] = _in_a_process(shape, part, scratch, args)
+            parts = sorted(args.parts.split(","), key=PARTS.index)
+            children = [_start(shape, parts[0], scratch, args)]
+            for number, part in enumerate(parts):
+                if number + 1 < len(parts):  # it imports what it needs while this one measures
+                    children.append(_start(shape, parts[number + 1], scratch, args))
+                results[part] = _finish(children[number], Path(scratch) / f"{part}.json", args)
                 _derive(results, Path(scratch))
                 args.out.write_text(json.dumps(found, indent=2) + "\n")
     _print(found["results"])
@@ -96,14 +113,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) for name, value in vars(args).items() if name not in ("child", "out")}
 
 
-def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace) -> dict[str, Any]:
+def _start(shape: str, part: str, scratch: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """The process of a part, which waits for a line before it touches the device."""
     out = Path(scratch) / f"{part}.json"
     words = [sys.executable, __file__, "--child", shape, part, scratch, "--out", str(out), "--device", args.device]
     words += ["--at-once", args.at_once, "--rounds", str(args.rounds)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def _finish(child: subprocess.Popen[str], out: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What the part of *child* found, which it writes to *out*: it begins now."""
     began = time.monotonic()
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+    with child:
         try:
-            _, said = child.communicate(timeout=args.limit)
+            _, said = child.communicate("\n", timeout=args.limit)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)  # what the child started, too: it holds the device
             child.communicate()
@@ -112,6 +135,12 @@ def _in_a_process(shape: str, part: str, scratch: str, args: argparse.Namespace)
         return {"error": said.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
     found: dict[str, Any] = json.loads(out.read_text())
     return {**found, "part_s": time.monotonic() - began}
+
+
+def _import_for(part: str) -> None:
+    """What takes longest to import, without touching the device."""
+    for name in _DIFFUSERS if part.startswith("diffusers") else _OURS:
+        importlib.import_module(name)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -365,7 +394,7 @@ def _diffusers(shape: Any, folder: Path, part: str, at_once: Sequence[int], args
 
 
 def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    import httpx
+    from image.over_http import Clients, encoding_seconds
 
     options = _options(shape, "graphs", args.device, at_once)
     config = folder.parent / "serve.yaml"
@@ -381,17 +410,11 @@ def _http(shape: Any, folder: Path, at_once: Sequence[int], args: argparse.Names
         try:
             _until_ready(url, server)
             body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
-            body["num_inference_steps"] = shape.steps
-
-            async def some(count: int) -> None:
-                async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-                    asked = (client.post("/v1/images/generations", json={**body, "seed": i}) for i in range(count))
-                    for reply in await asyncio.gather(*asked):
-                        reply.raise_for_status()
-
-            for count in at_once:
-                asyncio.run(some(count))
-            return _rates(lambda count: asyncio.run(some(count)), at_once, args.rounds)
+            with Clients(port, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
+                for count in at_once:
+                    clients.ask(count)
+                found = _rates(clients.ask, at_once, args.rounds)
+                return found | {"encode_s": encoding_seconds(clients.ask(1)[0], args.rounds)}
         finally:
             server.terminate()
             server.wait(30)
@@ -429,8 +452,11 @@ def _derive(results: dict[str, Any], scratch: Path) -> None:
         if best and "latency_s" in results.get(part, {}):
             results.setdefault("derived", {})[word] = results[part]["latency_s"] / best
     if "latency_s" in results.get("http", {}) and "latency_s" in results.get("graphs", {}):
-        share = results["http"]["latency_s"] / results["graphs"]["latency_s"]
-        results.setdefault("derived", {})["http_over_offline"] = share
+        http, offline = results["http"], results["graphs"]["latency_s"]
+        derived = results.setdefault("derived", {})
+        derived["http_over_offline"] = http["latency_s"] / offline
+        # offline nobody makes a PNG file of it, and base64 of that
+        derived["http_over_encoded"] = http["latency_s"] / (offline + http["encode_s"])
     floor = results.get("floor", {})
     if "step_floor_s" in floor:
         derived = results.setdefault("derived", {})

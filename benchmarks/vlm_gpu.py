@@ -1,7 +1,7 @@
 """Qwen3.5 on a GPU: the hybrid language model and its vision tower against what the device allows, and transformers.
 
-    python benchmarks/vlm_gpu.py --shapes 4b --out FILE.json                     # four minutes
-    python benchmarks/vlm_gpu.py --shapes 9b --out OTHER.json                    # six, and 18 GB of temporary files
+    python benchmarks/vlm_gpu.py --shapes 4b --out FILE.json                     # six minutes
+    python benchmarks/vlm_gpu.py --shapes 9b --out OTHER.json                    # eight, and 18 GB of temporary files
     python benchmarks/vlm_gpu.py --shapes 9b --parts check,decode --out FILE.json
     python benchmarks/vlm_gpu.py --shapes tiny --device cpu --out FILE.json      # does it work? no figures
 
@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from gpu.floors import copy_bandwidth, gemm_rate, products_graph
 from gpu.hybrid import SHAPES, HybridShape, publish
 from gpu.report import write
 from gpu.timeline import profile_steps, show_timeline
+from gpu.tower import tower, tower_rows
 
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
@@ -45,7 +47,7 @@ from mstar.spec.processor import ProcessorContext
 from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.tasks import ChatTask, Image, Message, Text
 
-PARTS = ("check", "decode", "prefill", "turns", "images", "peer")
+PARTS = ("check", "decode", "prefill", "turns", "images", "tower", "peer")
 CHECKED, NEW_TOKENS = (3, 64, 65, 200, 700), 40
 """Prompt lengths whose answers are compared with float32's, and the answers' length."""
 SPECIAL = 32
@@ -222,7 +224,7 @@ def prefill(ours: Ours, floors: dict[str, Any], repeats: int, device: str) -> li
         }
         print(f"  prefill {tokens}: {seconds * 1e3:.1f} ms, {share:.0%} of the rate of a product", flush=True)
         if device != "cpu":
-            row["timeline"] = profile_steps(partial(asks, tokens), 1, 3)
+            row["timeline"] = profile_steps(partial(asks, tokens), 1, 2)
             show_timeline(row["timeline"])
         rows.append(row)
     return rows
@@ -242,8 +244,7 @@ def turns(ours: Ours, repeats: int) -> dict[str, Any]:
 
 
 def images(ours: Ours, repeats: int) -> dict[str, Any]:
-    """One picture's first token; many chats with a picture each; and what the tower alone does: the time of many
-    pictures, less that of texts of as many tokens."""
+    """One picture's first token, and many chats with a picture each."""
     shape = ours.shape
 
     def looked(count: int, new: int) -> dict[str, float]:
@@ -253,16 +254,11 @@ def images(ours: Ours, repeats: int) -> dict[str, Any]:
     for count in (1, shape.chats):
         looked(count, 1)
     alone = statistics.median(looked(1, 1)["first_token_s"] for _ in range(repeats))
-    many = statistics.median(looked(shape.chats, 1)["seconds"] for _ in range(repeats))
-    texts = statistics.median(
-        ours.first_token(*((ours.prompt(tokens), 1) for _ in range(shape.chats)))["seconds"] for _ in range(repeats)
-    )
     chats = looked(shape.chats, shape.answer)
     return {
         "pixels": shape.image,
         "prompt_tokens": tokens,
         "first_token_s": alone,
-        "images_per_s": shape.chats / max(many - texts, 1e-9),
         "chats": shape.chats,
         "chats_first_token_s": chats["first_token_s"],
         "chats_tokens_per_s": chats["tokens"] / chats["seconds"],
@@ -296,8 +292,10 @@ def peer(shape: HybridShape, folder: Path, device: str, dtype: torch.dtype) -> l
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
-def measure(shape: HybridShape, words: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill *result*, which *save* writes after each part."""
+def measure(
+    name: str, shape: HybridShape, words: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]
+) -> None:
+    """Fill *result* with what is found of *shape*; *save* writes it after each part. The tower is shape *name*'s."""
     device = words.device
     dtype, small = (torch.float32, True) if device == "cpu" else (torch.bfloat16, False)
     with tempfile.TemporaryDirectory() as scratch:
@@ -312,12 +310,17 @@ def measure(shape: HybridShape, words: argparse.Namespace, result: dict[str, Any
         result["floors"] = floors
         _ours(Ours(shape, folder, device, str(dtype).removeprefix("torch.")), folder, words, result, save)
         gc.collect()
-        if "peer" in words.parts:
-            try:
-                result["peer"] = peer(shape, folder, device, dtype)
-            except Exception as error:
-                result["peer"] = failure(error)
-            save()
+        apart: dict[str, Callable[[], Any]] = {
+            "tower": partial(tower, name, device, floors["gemm_flops_per_s"], words.repeats),
+            "peer": partial(peer, shape, folder, device, dtype),
+        }
+        for part, run in apart.items():
+            if part in words.parts:
+                try:
+                    result[part] = run()
+                except Exception as error:
+                    result[part] = failure(error)
+                save()
 
 
 def _ours(
@@ -355,6 +358,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", help="of decode and peer, instead of the shape's")
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args(given)
     words.parts = words.parts.split(",")
@@ -363,13 +367,19 @@ def main(given: Sequence[str] | None = None) -> int:
     for name in words.shapes.split(","):
         print(name, flush=True)
         found = result["shapes"].setdefault(name, {})
+        shape = SHAPES[name]
+        if words.batches:
+            shape = replace(shape, batches=tuple(map(int, words.batches.split(","))))
         with contextlib.suppress(KeyboardInterrupt):
-            measure(SHAPES[name], words, found, lambda: write(words.out, result))
+            measure(name, shape, words, found, lambda: write(words.out, result))
     write(words.out, result)
     for name, found in result["shapes"].items():
         columns = ("batch", "step_ms", "floor_ms", "over_floor", "tokens_per_s", "idle_share")
         table(f"{name}, decode", _rows(found, "decode"), columns)
         table(f"{name}, prefill", _rows(found, "prefill"), ("tokens", "ms", "tokens_per_s", "of_gemm_rate"))
+        if "loads" in found.get("tower", {}):
+            rows = tower_rows(found["tower"])
+            table(f"{name}, tower: {found['tower']['check']}", rows, list(rows[0]))
         table(f"{name}, transformers", _rows(found, "peer"), ("batch", "prompts_s", "step_ms", "tokens_per_s"))
     right = all(
         found.get("check", {"verdict": "right"}).get("verdict") == "right" for found in result["shapes"].values()

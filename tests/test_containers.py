@@ -149,6 +149,7 @@ RENDERED: list[dict[str, Any]] = [
         "gpus": 1,
     },
     {"cache": {"enabled": False}, "autoscaling": {"enabled": True}, "podDisruptionBudget": {"enabled": False}},
+    {"strategy": {"type": "Recreate"}, "gpus": 1, "resources": {"requests": None, "limits": None}},
 ]
 
 
@@ -176,6 +177,11 @@ def test_what_the_chart_renders_can_be_served(values: Mapping[str, Any], tmp_pat
     given = parsed(container["args"])
     assert given.keys == values.get("models", VALUES["models"])
     assert pod["terminationGracePeriodSeconds"] > given.drain_s + FLUSH_S
+    probe = container["startupProbe"]
+    assert found["Deployment"]["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    assert found["Deployment"]["spec"].get("strategy", {}) == values.get("strategy", {})
+    gpus = values.get("gpus", 0)
+    assert container["resources"].get("limits", {}).get("nvidia.com/gpu", 0) == gpus
     for file in given.config:
         assert str(file).startswith("/etc/mstar/")
         merge_deployment("smollm2", yaml.safe_load(found["ConfigMap"]["data"][file.name]))
@@ -220,7 +226,13 @@ def test_the_ray_service_starts_what_is_in_the_image() -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     assert application["args"].keys() <= fields
+    assert service["spec"].keys() == {
+        "serveConfigV2",
+        "rayClusterConfig",
+    }  # what else there is, KubeRay ignores
     cluster = service["spec"]["rayClusterConfig"]
+    for file in DOCKERFILES:
+        assert re.search(rf"^ARG RAY={re.escape(cluster['rayVersion'])}$", file.read_text("utf-8"), re.MULTILINE)
     (workers,) = cluster["workerGroupSpecs"]
     spec = workers["template"]["spec"]
     (container,) = spec["containers"]

@@ -67,7 +67,7 @@ def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_over_http(tmp_path: Path) -> None:
     results = measured(tmp_path, "tiny-z-image", "http")
-    assert results["http"]["latency_s"] > 0
+    assert results["http"]["latency_s"] > results["http"]["encode_s"] > 0
 
 
 def test_what_breaks_is_reported(tmp_path: Path) -> None:
@@ -96,7 +96,8 @@ def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest
     script.write_text(_HOLDS_ON)
     monkeypatch.setattr(program, "__file__", str(script))
     args = argparse.Namespace(device="cpu", at_once="1", rounds=1, limit=4.0)
-    assert "took longer than 4 s" in program._in_a_process("tiny", "http", str(tmp_path), args)["error"]
+    child = program._start("tiny", "http", str(tmp_path), args)
+    assert "took longer than 4 s" in program._finish(child, tmp_path / "http.json", args)["error"]
     try:
         left = os.pidfd_open(int((tmp_path / "http.pid").read_text()))
     except ProcessLookupError:
@@ -147,7 +148,7 @@ def test_figures() -> None:
         "vae": {"plain_s": 0.11},
         "vae-compiled": {"plain_s": 0.11, "compiled_s": 0.1},
         "diffusers-compiled": {"latency_s": 0.6},
-        "http": {"latency_s": 0.51},
+        "http": {"latency_s": 0.51, "encode_s": 0.005},
     }
     program._derive(results, Path("nowhere"))
     derived = results["derived"]
@@ -155,3 +156,4 @@ def test_figures() -> None:
     assert derived["captured_share_of_floor"] == pytest.approx(0.8)
     assert derived["over_compiled_diffusers"] == pytest.approx(1.2)
     assert derived["http_over_offline"] == pytest.approx(1.02)
+    assert derived["http_over_encoded"] == pytest.approx(0.51 / 0.505)

@@ -90,17 +90,16 @@ def together(server: Server) -> list[np.ndarray]:
         return list(pool.map(lambda text: speak(server, text, voice_of(text), stream=True), TOGETHER))
 
 
-def heard(server: Server, sounds: Sequence[np.ndarray], folder: Path) -> list[str]:
-    """What Whisper makes of *sounds*."""
-    texts = []
-    for number, samples in enumerate(sounds):
-        write(folder / f"{number}.wav", samples)
-        with (folder / f"{number}.wav").open("rb") as file:
-            form = {"model": "whisper_base", "language": "en", "temperature": 0}
-            response = server.http.post("/v1/audio/transcriptions", files={"file": file}, data=form)
-        assert response.status_code == 200, response.text
-        texts.append(response.json()["text"].replace("9", "nine").replace("a.m.", ""))
-    return texts
+def heard(server: Server, sounds: Sequence[np.ndarray], folder: Path) -> str:
+    """What Whisper makes of *sounds* in one clip: it hears half a minute in the time that it takes for a second."""
+    pause = np.zeros(RATE // 2, np.float32)
+    write(folder / "clip.wav", np.concatenate([part for sound in sounds for part in (sound, pause)]))
+    with (folder / "clip.wav").open("rb") as file:
+        form = {"model": "whisper_base", "language": "en", "temperature": 0}
+        response = server.http.post("/v1/audio/transcriptions", files={"file": file}, data=form)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["text"]
+    return text.replace("9", "nine").replace("a.m.", "")
 
 
 def write(path: Path, samples: np.ndarray) -> None:
@@ -146,18 +145,15 @@ def test_eight_at_once_are_understood_as_well(
     check_words(TOGETHER, heard(server, together, tmp_path))
 
 
-def check_words(sentences: Sequence[str], texts: Sequence[str]) -> None:
+def check_words(sentences: Sequence[str], text: str) -> None:
     """At most 5 % of the words are wrong."""
-    wrong = [word_errors(words(said), words(text)) for said, text in zip(sentences, texts, strict=True)]
-    total = sum(len(words(said)) for said in sentences)
-    assert sum(wrong) <= 0.05 * total, [
-        pair for pair, n in zip(zip(sentences, texts, strict=True), wrong, strict=True) if n
-    ]
+    said = words(" ".join(sentences))
+    assert word_errors(said, words(text)) <= 0.05 * len(said), text
 
 
 def test_pieces_are_joined_by_a_pause_and_no_click(server: Server) -> None:
     """Where one piece ends and the next begins it is quiet, for as long as between sentences."""
-    text = " ".join(SENTENCES[:5])
+    text = " ".join(SENTENCES[:3])
     body = {"model": "kokoro", "input": text, "response_format": "pcm", "stream_format": "sse", "seed": 1}
     events = server.http.post("/v1/audio/speech", json=body).text.splitlines()
     said = [json.loads(event[6:]) for event in events if event.startswith("data: ")]
@@ -184,4 +180,4 @@ def test_a_spoken_question_gets_a_spoken_answer(server: Server, tmp_path: Path) 
     assert "Paris" in asked.stdout
     with wave.open(str(answer), "rb") as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
-    assert "paris" in words(heard(server, [samples], tmp_path)[0])
+    assert "paris" in words(heard(server, [samples], tmp_path))

@@ -82,6 +82,20 @@ def test_streamed_and_whole_in_every_way_it_is_the_same_sound(server: Server) ->
     assert np.array_equal(np.frombuffer(response.content[44:], "<i2"), streamed)
 
 
+@pytest.mark.parametrize("form", ["pcm", "wav", "mp3"])
+def test_an_answer_that_ends_within_its_first_frame_is_silence(server: Server, form: str) -> None:
+    response = ask(server, response_format=form, max_tokens=3, ignore_eos=True)
+    assert response.status_code == 200, response.text
+    if form == "pcm":
+        assert response.content == bytes(2 * SAMPLES)
+    elif form == "wav":
+        with wave.open(io.BytesIO(response.content)) as file:
+            assert (file.getframerate(), file.readframes(file.getnframes())) == (RATE, bytes(2 * SAMPLES))
+    assert len(response.content) > 100
+    events = ask(server, stream_format="sse", max_tokens=3, ignore_eos=True).text
+    assert '"finish_reason":"length"' in events.replace(" ", "")
+
+
 def test_eight_at_once_are_what_each_is_alone(server: Server) -> None:
     """Noise, draws and windows are each request's own, whoever shares its steps."""
     bodies = [{"input": f"Number {n}.", "seed": n, "voice": VOICES[n], **LONG} for n in range(8)]

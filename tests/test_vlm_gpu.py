@@ -51,6 +51,8 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert [row["tokens"] for row in found["prefill"]] == [32, 96]
     assert 0 < found["turns"]["second_over_first"] < 1
     assert found["images"]["prompt_tokens"] > 16
+    assert found["tower"]["check"]["float32"] < 1e-3
+    assert all(row["eager_s"] > 0 and row["transformers_s"] > 0 for row in found["tower"]["loads"].values())
     assert [row["batch"] for row in found["peer"]] == [1, 3]
 
 

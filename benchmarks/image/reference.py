@@ -32,11 +32,16 @@ def reference_pipeline(shape: Shape, folder: Path, device: torch.device, dtype: 
     kinds: tuple[Any, Any] = (
         (Flux2Transformer2DModel, AutoencoderKLFlux2) if shape.flux2 else (ZImageTransformer2DModel, AutoencoderKL)
     )
-    with torch.device(device):
-        transformer, vae = (
-            kind.from_config(config(part)) for kind, part in zip(kinds, ("transformer", "vae"), strict=True)
-        )
-        text = Qwen3ForCausalLM(Qwen3Config(**config("text_encoder")))
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # weights of 34 GB would be made in 68
+    try:
+        with torch.device(device):
+            transformer, vae = (
+                kind.from_config(config(part)) for kind, part in zip(kinds, ("transformer", "vae"), strict=True)
+            )
+            text = Qwen3ForCausalLM(Qwen3Config(**config("text_encoder")))
+    finally:
+        torch.set_default_dtype(usual)
     parts = [part.to(device, dtype).eval() for part in (transformer, vae, text)]
     for part in parts:
         draw(part)

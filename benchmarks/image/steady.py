@@ -7,20 +7,23 @@ power lets it keep, so products are a third faster than they are in a picture.
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
 __all__ = ["captured", "seconds", "steady"]
 
-_WARM_S = 1.0
+_WARM_S = 0.6
 """So long a GPU works before the clock runs: its clocks have settled then."""
+_MEASURED_S = 1.0
 _SAMPLE_MS = 20
 
 
@@ -38,9 +41,11 @@ def seconds(function: Callable[[], Any], device: torch.device, rounds: int) -> f
 
 
 def steady(function: Callable[[], Any], device: torch.device, rounds: int, times: int, name: str) -> dict[str, float]:
-    """``NAME_s``: the median, over *rounds*, of the time of a call when *times* calls follow one another. On a GPU also
-    ``NAME_mhz`` and ``NAME_watts``, of its processors, meanwhile."""
+    """``NAME_s``: the median, over *rounds* or as many as fit into a second, of the time of a call when *times* calls
+    follow one another. On a GPU also ``NAME_mhz`` and ``NAME_watts``, of its processors, meanwhile."""
     found: list[float] = []
+    gpu = device.type == "cuda"
+    watch = _watch(device) if gpu else None
 
     def one_round() -> float:
         _wait(device)
@@ -50,13 +55,15 @@ def steady(function: Callable[[], Any], device: torch.device, rounds: int, times
         _wait(device)
         return (time.perf_counter() - began) / times
 
-    with _sampled(device) as samples:
-        until = time.perf_counter() + (_WARM_S if device.type == "cuda" else 0.0)
+    until = time.perf_counter() + (_WARM_S if gpu else 0.0)
+    one_round()
+    while time.perf_counter() < until:
         one_round()
-        while time.perf_counter() < until:
-            one_round()
-        found += [one_round() for _ in range(rounds)]
-    return {f"{name}_s": statistics.median(found)} | {f"{name}_{what}": value for what, value in samples.items()}
+    began = time.monotonic()
+    while len(found) < rounds and (len(found) < 2 or time.monotonic() < began + _MEASURED_S):
+        found.append(one_round())
+    facts = watch.since(began) if watch is not None else {}
+    return {f"{name}_s": statistics.median(found)} | {f"{name}_{what}": value for what, value in facts.items()}
 
 
 def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], Any], Any]:
@@ -70,26 +77,35 @@ def captured(function: Callable[[], Any], device: torch.device) -> tuple[Callabl
     return graph.replay, out
 
 
-@contextmanager
-def _sampled(device: torch.device) -> Iterator[dict[str, float]]:
-    """Filled at the end with the medians of clock and power in the last half of the time; empty where nobody knows."""
-    found: dict[str, float] = {}
-    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-        yield found
-        return
-    number = device.index if device.index is not None else torch.cuda.current_device()
-    asked = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", str(_SAMPLE_MS)]
-    with subprocess.Popen(["nvidia-smi", "-i", str(number), *asked], stdout=subprocess.PIPE, text=True) as watcher:
-        try:
-            yield found
-        finally:
-            watcher.terminate()
-            said, _ = watcher.communicate()
-    rows = [row for line in said.splitlines() if len(row := _numbers(line)) == 2]
-    late = rows[len(rows) // 2 :]
-    if late:
-        found["mhz"] = statistics.median(row[0] for row in late)
-        found["watts"] = statistics.median(row[1] for row in late)
+class _Watch:
+    """Clock and power of a GPU's processors, all the time: ``nvidia-smi`` takes a second to begin."""
+
+    def __init__(self, number: int):
+        self._seen: list[tuple[float, float, float]] = []
+        asked = ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", str(_SAMPLE_MS)]
+        self._process = subprocess.Popen(["nvidia-smi", "-i", str(number), *asked], stdout=subprocess.PIPE, text=True)
+        atexit.register(self._process.kill)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if len(row := _numbers(line)) == 2:
+                self._seen.append((time.monotonic(), row[0], row[1]))
+
+    def since(self, began: float) -> dict[str, float]:
+        """Medians since *began* (monotonic seconds); empty where nothing was seen."""
+        seen = [sample for sample in self._seen if sample[0] >= began]
+        if not seen:
+            return {}
+        return {"mhz": statistics.median(s[1] for s in seen), "watts": statistics.median(s[2] for s in seen)}
+
+
+@cache
+def _watch(device: torch.device) -> _Watch | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return _Watch(device.index if device.index is not None else torch.cuda.current_device())
 
 
 def _numbers(line: str) -> list[float]:

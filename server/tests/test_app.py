@@ -263,5 +263,33 @@ async def test_health_does_not_wait_for_a_worker_that_hangs(kit, monkeypatch):
     service.status = asyncio.Event().wait
     async with kit.client(service) as client:
         report = (await client.get("/health")).json()["models"]["tiny"]
-    assert report["worker"] is None
+    assert (report["worker"], report["worker_age_s"]) == (None, None)
     assert "did not answer" in report["detail"]
+
+
+@pytest.mark.parametrize("asked", ["/health", "/metrics"])
+async def test_during_a_long_step_health_says_what_was_known_before(kit, monkeypatch, asked):
+    monkeypatch.setattr("mstar_server.routes.health.STATUS_TIMEOUT_S", 0.01)
+    service = kit.Service()
+    told, service.status = service.status, asyncio.Event().wait
+    async with kit.client(service) as client:
+
+        async def report():
+            return (await client.get("/health")).json()["models"]["tiny"]
+
+        service.status = told
+        await client.get(asked)
+        service.status = asyncio.Event().wait
+        during = await report()
+        later = await report()
+        service.status = told
+        after = await report()
+        service.phase = Phase(name="starting")  # another worker
+        await report()
+        service.phase, service.status = Phase(name="ready"), asyncio.Event().wait
+        other = await report()
+    assert during["worker"] == after["worker"] == {"waiting": 0, "sessions": 0, "pools": {"kv": [0, 8]}}
+    assert 0 < during["worker_age_s"] < later["worker_age_s"]
+    assert "did not answer" in during["detail"]
+    assert (after["worker_age_s"], after["detail"]) == (0, "")
+    assert other["worker"] is None

@@ -79,6 +79,14 @@ def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_numbers(llama: 
     assert "one context of max_tokens=256 needs 16 pages" in fault["message"]
 
 
+@pytest.mark.parametrize("key", ["tokens", "max_tokens"])
+def test_room_for_no_media_is_refused(mstar: Run, tmp_path: Path, key: str) -> None:
+    file = deployment(tmp_path, f"resources: {{media: {{{key}: 0}}}}\n")
+    (fault,) = facts(mstar, "mini_look", "--config", file, **MINI)["faults"]
+    assert (fault["file"], fault["line"], fault["key"]) == (file, 1, "resources.media")
+    assert f"with {key}=0 no request could bring any media" in fault["message"]
+
+
 def test_what_a_start_reserves_for_graphs_is_not_free(
     llama: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

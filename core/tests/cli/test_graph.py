@@ -38,6 +38,17 @@ def test_guidance_branches_stand_side_by_side(mstar: Run) -> None:
     assert "repeat until it has run steps times (a parameter)" in out
 
 
+def test_what_copies_share_out_is_told(mstar: Run, tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    file.write_text("placement: {denoiser: {ranks: [0, 1], split: contexts}}")
+    assert (
+        "denoiser on rank 0 and rank 1, contexts apart"
+        in mstar("graph", "mini_denoise", "--config", str(file), **MINI)[1]
+    )
+    file.write_text("placement: {denoiser: [0, 1]}")
+    assert "denoiser on rank 0 and rank 1\n" in mstar("graph", "mini_denoise", "--config", str(file), **MINI)[1]
+
+
 def test_data_has_the_whole_graph(llama: Run, tmp_path: Path) -> None:
     status, out, _ = llama("graph", "toy-llama", "--weights", str(tmp_path / "llama"), "--json")
     facts = json.loads(out)

@@ -21,6 +21,7 @@ EXPECTED = {mini.key: mini.expected for mini in MINIATURES}
 TOYS = '''
 from dataclasses import replace
 import mstar
+from mstar.spec.processor import ReasoningDelta, Renderer, TextDelta
 from mstar.spec.request import Done
 from mstar.spec.tasks import ChatTask, GenerateTask, Image, Text
 from mstar.testing.miniatures import MINIATURES
@@ -48,6 +49,20 @@ class ChattyModel(Chat):
         print("building")
         return super().build(node)
 
+class Muses(Renderer):
+    """Thinks for three tokens, then speaks."""
+
+    count = 0
+
+    def feed(self, event):
+        for token in event.data:
+            self.count += 1
+            yield (ReasoningDelta if self.count <= 3 else TextDelta)("x", (int(token),))
+
+class Musing(MiniProcessor):
+    def renderer(self, task, prepared):
+        return Muses()
+
 class Sizes(MiniProcessor):
     """Says what it was sent: the roles, the texts and the pictures' sizes."""
 
@@ -68,6 +83,7 @@ def mstar_models():
         *(spec for spec in specs.values() if spec.key != "mini_planner"),
         replace(specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",)),
         replace(specs["mini_chat"], key="speaker", abilities=("speech",)),
+        replace(specs["mini_chat"], key="musing", processor=__name__ + ":Musing"),
         replace(specs["mini_chat"], key="chatty", processor=__name__ + ":Chatty", model=__name__ + ":ChattyModel"),
     ]
 
@@ -115,6 +131,13 @@ def test_what_a_models_code_prints_is_no_answer(toys: Run, words: tuple[str, ...
     assert status == 0
     assert (json.loads(out)["text"] if words == ("--json",) else out.removesuffix("\n")) == text
     assert {"loading", "building", "preparing"} <= set(err.splitlines())
+
+
+@pytest.mark.parametrize(("tokens", "out"), [(3, ""), (4, "x\n")])
+def test_thoughts_that_leave_no_room_for_an_answer_are_told(toys: Run, tokens: int, out: str) -> None:
+    status, said, err = toys("run", "musing", "Hello", "--set", f"max_tokens={tokens}")
+    assert (status, said) == (0, out)
+    assert ("still thinking" in err and "--set max_tokens=N" in err) == (tokens == 3)
 
 
 def test_a_timeline_of_the_request(toys: Run, tmp_path: Path) -> None:

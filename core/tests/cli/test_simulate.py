@@ -50,6 +50,23 @@ def test_a_load_is_read(mstar: Run, profile: str, tmp_path: Path) -> None:
     assert answer["between_tokens"]["p50"] is None  # there are none
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"at": 1.8e12}, "'at' must be a number of seconds, from 0 to 1e+10"),  # milliseconds
+        ({"limit": 3, "output": 50}, "'limit' is 3, and 'output' 50"),
+    ],
+)
+def test_a_load_that_no_server_could_be_sent_is_refused(
+    mstar: Run, profile: str, tmp_path: Path, fields: dict[str, object], said: str
+) -> None:
+    load = tmp_path / "load.jsonl"
+    load.write_text(json.dumps({"at": 0, "prompt": 10, "output": 1, **fields}))
+    status, out, err = mstar("simulate", "run", profile, "--load", str(load))
+    assert (status, out) == (2, "")
+    assert f"{load}:1: {said}" in err
+
+
 def test_results_of_a_benchmark_become_a_profile(mstar: Run, tmp_path: Path) -> None:
     out_file = tmp_path / "llama.json"
     results = str(ROOT / "benchmarks/results/decode_gpu_llama-3.2-3b.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -317,8 +318,15 @@ def test_the_folder_of_a_killed_owner_is_swept_and_that_of_a_living_one_is_not(a
     another.remove()
 
 
-def test_a_full_file_system_is_told_from_other_faults(arena_root: Path) -> None:
+def test_a_full_file_system_is_told_from_other_faults(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = shm.Arena.create(arena_root)
+
+    def no_more_files(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(shm.os, "open", no_more_files)
+        assert arena.write(memoryview(b"x")) is None
     arena.remove()
     with pytest.raises(FileNotFoundError):
         arena.write(memoryview(b"x"))

@@ -378,6 +378,12 @@ def test_a_step_that_is_not_for_the_kernel_is_flashinfers(paged: Any, monkeypatc
     assert ask([1, 1], KVMemory(1, 64, 2, 80, torch.float16, DEVICE)) is None
     monkeypatch.setattr(triton_decode, "ROWS", 1)
     assert ask([1, 1]) is None
+    wide = KVMemory(1, 64, 1, 256, torch.float16, DEVICE)
+    few = backend.few
+    batch = KVBatch(np.asarray([1, 1]), np.asarray([3, 9]), tables, 16)
+    assert few.plan(wide, batch, 16, (places, places, places)) is not None  # it has a limit of its own
+    monkeypatch.setattr(triton_decode, "WIDE_ROWS", 1)
+    assert few.plan(wide, batch, 16, (places, places, places)) is None
     monkeypatch.setattr(triton_decode, "ROWS", 2)
     heads = torch.zeros(3, 8, 64, dtype=torch.float16, device=DEVICE)
     with pytest.raises(ValueError, match="planned for 2"):

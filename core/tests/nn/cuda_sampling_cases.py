@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from mstar.nn import sampling
@@ -250,31 +252,78 @@ def test_the_sampler_draws_the_same_tokens_with_it(chosen: list[dict[str, Any]])
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_edits_are_those_of_the_reference(rows: int) -> None:
-    """Rows with a mask, with penalties, with both and with neither."""
+@triton.jit
+def _store_scores(
+    logits, slots, floats, which, words, histories, marks, flags, out,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    row, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    edits = (slots, floats, which, words, histories, marks, flags)
+    x = cuda_sampling_rows.scores(logits, row, index, edits, 1.0, columns, stride, vocab, block, changed)
+    at = index * block + tl.arange(0, block)
+    tl.store(out + row * vocab + at, x, mask=at < vocab)
+
+
+def changes(rows: int) -> tuple[SlotTable, Tensor, sampling.Changes]:
+    """Slots and edits of five rows (of which the last *rows* are wanted): with a mask, with penalties, with both and
+    with neither. One history is nearly empty."""
     generator = torch.Generator().manual_seed(rows)
     slots = table(
-        params(),
+        params(top_p=0.9),
         params(repetition_penalty=1.7, frequency_penalty=0.5, presence_penalty=0.25),
-        params(),
-        params(repetition_penalty=0.8, presence_penalty=-1.0),
+        params(top_k=30),
+        params(repetition_penalty=0.8, presence_penalty=-1.0, top_k=500, top_p=0.8),
         params(frequency_penalty=-0.5),
     )
     words = torch.randint(-(2**31), 2**31 - 1, (2, -(-VOCAB // 32)), dtype=torch.int32, generator=generator)
     marks = torch.randint(0, 4, (4, VOCAB), dtype=torch.int32, generator=generator)
     marks += torch.randint(0, 2, marks.shape, dtype=torch.int32, generator=generator) << 30
     marks[0] = 0
+    marks[3, torch.arange(VOCAB) % 1000 != 7] = 0
+    padded = torch.nn.functional.pad(marks, (0, -VOCAB % sampler_history.GROUP))
+    flags = (padded.unflatten(1, (-1, sampler_history.GROUP)) != 0).any(-1).to(torch.uint8)
     which, histories = torch.tensor([2, 0, 1, 2, 0][-rows:]), torch.tensor([0, 3, 0, 1, 0][-rows:])
-    index = torch.arange(5)[-rows:]
-    scores = logits(rows)
-    wanted = scores.cpu().clone()
-    sampling.edit(wanted, which, words, index, slots.floats.cpu(), histories, marks)
-    given = (tensor.to(DEVICE) for tensor in (which, words, index))
-    groups = torch.nn.functional.pad(marks, (0, -VOCAB % sampler_history.GROUP)).unflatten(
-        1, (-1, sampler_history.GROUP)
-    )
-    flags = (groups != 0).any(-1).to(torch.uint8)
-    cuda_edits.edit(scores, *given, slots.floats, histories.to(DEVICE), marks.to(DEVICE), flags.to(DEVICE))
-    torch.testing.assert_close(scores.cpu(), wanted, rtol=1e-6, atol=1e-6)
-    assert torch.equal(scores[-1].cpu(), logits(rows)[-1].cpu())
+    index = torch.arange(5)[-rows:].to(DEVICE)
+    return slots, index, sampling.Changes(*(each.to(DEVICE) for each in (which, words, histories, marks, flags)))
+
+
+def expected_edits(scores: Tensor, slots: SlotTable, index: Tensor, edits: sampling.Changes) -> Tensor:
+    wanted = scores.cpu().float()
+    on_cpu = sampling.Changes(*(None if each is None else each.cpu() for each in edits))  # type: ignore[arg-type]
+    sampling.edit(wanted, index.cpu(), slots.floats.cpu(), on_cpu)
+    return wanted
+
+
+def test_groups_are_those_of_the_histories() -> None:
+    assert cuda_edits.GROUP.value == sampler_history.GROUP
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_edits_are_those_of_the_reference(rows: int, dtype: torch.dtype) -> None:
+    slots, index, edits = changes(rows)
+    scores = logits(rows, dtype=dtype)
+    got = torch.full((rows, VOCAB), torch.nan, device=DEVICE)
+    pointers, sizes = cuda_sampling_rows.launched(scores, index, slots.floats, edits)
+    _store_scores[(rows, 2)](*pointers, got, *sizes, 4096)
+    wanted = expected_edits(scores, slots, index, edits)
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[-1].cpu(), scores[-1].cpu().float())
+
+
+def test_tokens_are_chosen_among_edited_scores() -> None:
+    """As among scores that were changed before; also by rows whose threshold is looked for among all logits."""
+    slots, index, edits = changes(5)
+    uniforms = torch.tensor([0.2, 0.9, 0.5, 0.7, 0.1], dtype=torch.float64, device=DEVICE)
+    near, far = logits(5, dtype=torch.bfloat16), logits(5, dtype=torch.bfloat16)
+    sampled = torch.arange(512) * (VOCAB // 8) // 512
+    places = (sampled.unsqueeze(1) * 8 + torch.arange(8)).flatten().to(DEVICE)
+    far[:, places] -= 20  # what a sample sees says nothing of the rest
+    for scores in (near, far):
+        wanted = expected_edits(scores, slots, index, edits).to(DEVICE)
+        got = cuda_sampling.sample(scores, index, slots.floats, slots.top_k, uniforms, True, edits)
+        plain = cuda_sampling.sample(wanted, index, slots.floats, slots.top_k, uniforms, True)
+        assert got.tolist() == plain.tolist()
+        assert (got >= 0).all()
+        greedy = cuda_sampling.summarise(scores, index, slots.floats, edits)
+        assert torch.equal(greedy.tops.amax(1).cpu(), wanted.amax(1).cpu())

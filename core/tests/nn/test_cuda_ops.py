@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,13 +115,14 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "st.global" not in line.partition("bar.sync")[2]
 
 
-def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", [False, True])
+def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: bool) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from mstar.nn.ops import cuda_edits, cuda_sampling
     from mstar.nn.ops import cuda_filters as filters
+    from mstar.nn.ops import cuda_sampling
 
-    rows = "logits:bf16 slots:i64 floats:fp32 "
-    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "early": True}
+    rows = "logits:bf16 slots:i64 floats:fp32 which:i64 words:i32 histories:i64 marks:i32 flags:u8 "
+    sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "changed": changed}
     block, lanes = {"block": 4096}, {"block_lanes": 4}
     blocks = "tops:fp32 sums:fp32 places:i32 "
     assert _compile(cuda_sampling._summarise, rows + blocks, **sizes, **block)
@@ -132,9 +134,6 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     assert _compile(filters._collect, kept, warps=8, **sizes, **block)
     assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
     assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
-    edited = "scores:fp32 which:i64 words:i32 slots:i64 floats:fp32 histories:i64 marks:i32 flags:u8"
-    del sizes["blocks"]
-    assert _compile(cuda_edits._edit, edited, width=282, groups=1125, **sizes, **block)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,16 +147,18 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     places = "gate:bf16 norm:bf16 offsets:i64 window_source:i64 window_target:i64 state_source:i64 state_target:i64"
     strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
     one = {"width": 4, "k_heads": 2, "gate_stride": 1536, "window_kept": True, "state_kept": True}
-    for way, stored, fetched in ((steps.Way(128, 8, ahead=True), 16, 0), (steps.Way(32, 4, 3, ahead=True), 8, 16)):
-        options = {"columns": way.columns, "stages": way.stages, "once": way.once, "ahead": way.ahead}
-        decode = _compile(
-            steps._delta_step, layer + places, "eps:fp32", aligned=True, warps=way.warps, normed=True, single=True,
-            **heads, **strides, **one, **options,
-        )  # fmt: skip
-        assert decode.count("st.global.v4") >= stored  # 16 bytes of the matrix at a time
-        assert decode.count("cp.async.cg") >= fetched
-        # The matrix is on its way before anything that is computed is waited for.
-        assert decode.index("prefetch.global.L2") < decode.index("ex2.approx")
+    options = {"groups": 4, "stages": 3}
+    alone, streamed = (
+        _compile(
+            steps._delta_step, layer + places, "eps:fp32 rows:i32", aligned=True, warps=4, normed=True, single=True,
+            resident=resident, **heads, **strides, **one, **options,
+        )
+        for resident in (False, True)
+    )  # fmt: skip
+    assert alone.count("st.global.v4") == 32  # a matrix of 64 kB: 128 numbers a thread
+    # All of it is under way before anything that is computed is waited for.
+    assert alone.index("ex2.approx") > [found.start() for found in re.finditer("ld.global.v4", alone)][31]
+    assert streamed.count("cp.async.cg") >= 64  # two matrices on their way before the first is computed
     rows = "x:bf16 weight:bf16 bias:bf16 windows:bf16 out:bf16 source:i64 target:i64 row_of:i64 offsets:i64"
     sizes: dict[str, Any] = {
         "stride": 1536,
@@ -170,7 +171,7 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     assert _compile(delta._conv, rows, "tokens:i32", biased=True, kept=True, **sizes)
     norm = {"stride": 512, "gate_stride": 1536, "heads": 4, "size": 128, "group": 8, "block": 128}
     assert _compile(delta._gated_rms_norm, "x:bf16 gate:bf16 weight:bf16 out:bf16", "eps:fp32", **norm)
-    scratch = "solved:bf16 reads:bf16 seeing:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
+    scratch = "solved:bf16 reads:bf16 writes:bf16 within:bf16 left:fp32 table:i32 "
     strides = {"q_stride": 1024, "k_stride": 1024, "v_stride": 1024, "a_stride": 1536, "b_stride": 1536}
     way: dict[str, Any] = {"chunk": 64, "longer": True, "precision": "tf32x3"}
     gates = "q:bf16 k:bf16 v:bf16 a:bf16 b:bf16 a_log:fp32 dt_bias:bf16 "
@@ -248,7 +249,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
 
     sizes: dict[str, Any] = {"channels": 96, "block": 128, "tile": 64}
     moments = _compile(norm._moments, "x:bf16 means:fp32 squares:fp32", "points:i32", aligned=True, tiles=4, **sizes)
-    assert "ld.global.v4" in moments
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", moments), "fetched ahead"
+    assert "ld.global" not in moments
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
     pointers = "means:fp32 squares:fp32 weight:bf16 bias:bf16 factor:fp32 addend:fp32"
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
@@ -297,7 +299,7 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
-    from mstar.nn.ops import cuda, cuda_edits, cuda_sampling, reference
+    from mstar.nn.ops import cuda, cuda_sampling, reference
 
     on_cuda: Any = SimpleNamespace(is_cpu=False, is_cuda=True)
     elsewhere: Any = SimpleNamespace(is_cpu=False, is_cuda=False)
@@ -305,8 +307,6 @@ def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:
     assert ops._ops(elsewhere) is reference
     assert ops.fused_sample(torch.device("cuda")) is cuda_sampling.sample
     assert ops.fused_sample(torch.device("cpu")) is None
-    assert ops.fused_edit(torch.device("cuda")) is cuda_edits.edit
-    assert ops.fused_edit(torch.device("cpu")) is None
 
 
 def test_without_triton_torch_serves() -> None:

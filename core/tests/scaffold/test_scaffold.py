@@ -129,7 +129,7 @@ def test_every_function_and_class_is_used_or_offered(packages: dict[str, Path], 
 
 
 def test_types(side_by_side: dict[str, Path], tmp_path: Path) -> None:
-    """mypy as strict as for our own code, once over all of them. It begins with what the last run found."""
+    """mypy as strict as for our own code, once over all of them. It goes on from what it has found out about that."""
     if (ROOT / ".mypy_cache").is_dir():
         shutil.copytree(ROOT / ".mypy_cache", tmp_path / "cache")
     sources = [folder / "src" for folder in side_by_side.values()]

@@ -206,7 +206,7 @@ RUNNING: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "forgets_chunks": (
         {"test_chunked_prefill": "changed when steps may have 3 tokens, so that its prompt is cut"},
-        {*ENDS, "test_late_arrivals", "test_prompts_that_begin_alike"},
+        {*ENDS, "test_late_arrivals", "test_one_after_the_other", "test_prompts_that_begin_alike"},
     ),
     "mixes_phases": (
         {"test_late_arrivals": "changed because others arrived while it ran"},

@@ -65,6 +65,12 @@ def test_every_file_is_a_deployment() -> None:
     ("placement", "said"),
     [
         ({"lm": 2, "codec": 0}, "rank 1 runs no node"),
+        ({"lm": 3, "codec": 0}, "ranks 1 to 2 run no node"),
+        ({"lm": 10**12, "codec": [0, 2]}, "ranks 1, 3 to 999999999999 run no node"),
+        (
+            {"lm": 0, "codec": {"ranks": [0, 1], "split": "contexts"}},
+            "leave `split` out, and the copies share requests",
+        ),
         ({"lm": {"ranks": [0, 1, 2], "tp": 2}}, "give 2 ranks, or a multiple"),
         ({"lm": [0, 0]}, "name a rank twice"),
         ({"lm": {"rank": [0]}}, "did you mean 'ranks'"),
@@ -75,6 +81,11 @@ def test_every_file_is_a_deployment() -> None:
 def test_what_is_wrong_with_a_placement_is_told(placement: dict[str, Any], said: str) -> None:
     with pytest.raises(DeploymentError, match=re.escape(said)):
         RankDriver(miniature("mini_tts"), placement=placement)
+
+
+def test_more_copies_than_branches_are_refused() -> None:
+    with pytest.raises(DeploymentError, match=r"in 2 contexts, 'cond', 'uncond'; 2 copies would do"):
+        RankDriver(miniature("mini_denoise"), placement={"denoiser": {"ranks": [0, 1, 2], "split": "contexts"}})
 
 
 def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
@@ -91,7 +102,7 @@ def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
         ("mini_chat", {"lm": {"walks": {"prefill": 1, "decode": 0}, "tp": 2}}, "tp beside walks"),
         ("mini_tts", {"lm": {"prefill": 1, "decode": {"ranks": [0, 2], "tp": 2}}}, "prefill tp 1 × sp 1, decode tp 2"),
         ("mini_tts", {"codec": {"speak": 1, "decode": 0}}, "walk 'speak' does not call node 'codec'; 'decode' does"),
-        ("mini_chat", {"lm": {"prefill": 1, "decode": 3}}, "rank 2 runs no node"),
+        ("mini_chat", {"lm": {"prefill": 1, "decode": 3}}, "ranks 0, 2 run no node"),
         ("mini_planner", {"calc": {"read": 0, "twice": 1, "shift": 0}}, "a request never goes back"),
         ("mini_denoise", {"denoiser": {"prefill": 1, "decode": 0}}, "in several branches at once"),
         ("mini_omni", {"thinker": 0, "talker": {"prefill": 1, "decode": 0}}, "none is outside of loops"),

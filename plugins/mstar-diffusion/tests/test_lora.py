@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mstar.plugins import load_plugins
+from mstar.registry import Registry
+from mstar.runtime.checking import check_model
+from mstar.settings import Settings
 from mstar.spec.errors import SetupError
 from mstar_diffusion.lora import read_adapter
 
@@ -185,7 +192,16 @@ def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[
                 "transformer.transformer_blocks.7.attn.to_q.lora_A.weight": torch.ones(2, 32),
                 "transformer.transformer_blocks.7.attn.to_q.lora_B.weight": torch.ones(32, 2),
             },
-            "no layer of this model's denoiser",
+            "no layer of this model's denoiser; did you mean 'transformer_blocks.1.attn.to_q'? (1 of 1 "
+            "layers are unknown)",
+        ),
+        (
+            {
+                f"transformer.{name}.{part}.weight": torch.ones(2, 2)
+                for name in ("down_blocks.0.q", "down_blocks.1.q", "x_embedder")
+                for part in ("lora_A", "lora_B")
+            },
+            "(2 of 3 layers are unknown)",
         ),
     ],
 )
@@ -198,8 +214,27 @@ def test_what_has_no_place_stops_the_start(
         opened("flux2_klein", model_kwargs={"lora": [{"path": str(file)}]})
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(file)), "names of layers, but not all of them"
 
 
 def test_a_missing_file_stops_the_start(opened: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="is not there"):
         opened("flux2_klein", model_kwargs={"lora": [{"path": str(tmp_path / "none.safetensors")}]})
+
+
+def test_a_file_that_is_not_there_is_found_without_weights(flux2: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "deployment.yaml"
+    paths = [tmp_path / "nowhere.safetensors", tmp_path / "empty"]
+    file.write_text("model_kwargs:\n  lora:\n" + "".join(f"    - path: {path}\n" for path in paths))
+    installed = importlib.metadata.entry_points(group="mstar.plugins", name="diffusion")
+    settings = replace(Settings.from_env(os.environ), extra_plugins=() if installed else ("mstar_diffusion.plugin",))
+    registry = Registry(load_plugins(settings))
+    found = check_model(registry.model("flux2_klein"), settings, registry, config=file, weights=str(flux2))
+    assert [(fault.file, fault.line, fault.key) for fault in found.faults] == [
+        (str(file), 3, "model_kwargs.lora.0.path"),
+        (str(file), 4, "model_kwargs.lora.1.path"),
+    ]
+    missing, empty = (fault.message for fault in found.faults)
+    assert missing.endswith("nowhere.safetensors is not there")
+    assert "one safetensors file; it holds none" in empty

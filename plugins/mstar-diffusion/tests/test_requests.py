@@ -19,7 +19,7 @@ from mstar.nn.node import Sampled
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
-from mstar.spec.errors import MstarError, SetupError
+from mstar.spec.errors import MstarError, RequestError, SetupError
 from mstar.spec.request import Failed
 from mstar.spec.tasks import Image
 from mstar.testing import Driver, Example
@@ -276,6 +276,15 @@ def test_layers_can_be_compiled(
         assert not torch._dynamo.config.allow_unspec_int_on_nn_module, "sizes are constants of the compiled code"
         if not exact:  # each kind of block in one piece, and once for all blocks and sizes
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if key == "flux2_klein" else 1)
+
+
+def test_what_shall_not_be_seen_is_bounded_by_what_the_encoder_reads(registry: Registry, z_image: Path) -> None:
+    driver = Driver("z_image_turbo", registry, z_image)
+    fits = driver.prepare("fits", ask(1, 2, guidance_scale=2.0, negative_prompt="a dog"))
+    assert 2 < fits.request.inputs["negative_length"] <= 512
+    with pytest.raises(RequestError, match=r"'negative_prompt' has [0-9]+ tokens, .* reads 512: shorten it") as caught:
+        driver.prepare("long", ask(1, 2, guidance_scale=2.0, negative_prompt="a dog and " * 500))
+    assert (caught.value.param, caught.value.code) == ("negative_prompt", "context_length_exceeded")
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -124,6 +125,20 @@ def test_what_is_no_blend_is_refused(expression: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_blend(expression)
     assert caught.value.param == "voice"
+
+
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("a++", "part 2 of the blend 'a++' is empty; did you mean 'a'?"),
+        ("a(2)++ b", "part 2 of the blend 'a(2)++ b' is empty; did you mean 'a(2)+b'?"),
+        (",a", "part 1 of the blend ',a' is empty; did you mean 'a'?"),
+        ("+", "part 1 of the blend '+' is empty"),
+    ],
+)
+def test_an_empty_part_of_a_blend_is_named(expression: str, words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words) + "$"):
+        parse_blend(expression)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,13 +15,18 @@ from mstar_server.hooks import routers
 from mstar_server.json_body import check_json
 from mstar_server.middleware import BodyLimit, KeyCheck, KeyRing, RootPath
 from mstar_server.observe.tracing import Tracing, open_tracing
-from mstar_server.openapi import ERRORS
+from mstar_server.openapi import ERRORS, with_errors
 from mstar_server.options import ServerOptions
 from mstar_server.protocols import Registry, Service
 from mstar_server.routes import playground
 from mstar_server.state import ServerState
 
 __all__ = ["create_app"]
+
+
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        return with_errors(super().openapi())
 
 
 def create_app(
@@ -38,7 +44,7 @@ def create_app(
     options = options or ServerOptions()
     if tracing is None and options.otel is not None:
         tracing = open_tracing(options.otel)
-    app = FastAPI(title="M*", version=__version__, redoc_url=None)
+    app = _Application(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options, tracing)
     mounted = [*routers(registry), *([playground.make_router()] if options.playground else [])]
     for router in mounted:

@@ -26,6 +26,7 @@ from mstar_server.protocols import Registry, Service
 from mstar_server.videos.jobs import VideoJobs
 from mstar_server.videos.store import Room, VideoStore
 from mstar_server.voices import VoiceStore
+from mstar_server.worker_status import WorkerStatuses
 
 __all__ = ["ROUTES", "ServerState"]
 
@@ -56,6 +57,7 @@ class ServerState:
     :ivar mounted: paths of the routes that this server has.
     :ivar media: what decodes a request's files: see :mod:`mstar_server.media.decoder`. :meth:`close` ends it.
     :ivar exchanges: the requests that go on. :ivar observer: what watches them.
+    :ivar workers: what the models' workers say of themselves.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ServerState:
         self.aliases = _aliases(options.aliases, self.services)
         self.draining = False
         self.exchanges = Exchanges(options.max_key_requests, options.key_requests_per_minute)
+        self.workers = WorkerStatuses()
         self.observer = Observer(Metrics(tuple(services)), tracing, options.log_stats)
         for service in self.services.values():
             service.watcher = self.observer

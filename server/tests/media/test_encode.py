@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 
 import av
 import numpy as np
@@ -117,8 +119,41 @@ def test_transparency_survives_where_it_can():
     assert np.asarray(Pillow.open(io.BytesIO(encode_image(clear, "jpeg")))).min() > 250
 
 
-def test_png_is_exact():
-    np.testing.assert_array_equal(np.asarray(Pillow.open(io.BytesIO(png(PIXELS)))), PIXELS)
+@pytest.mark.parametrize(
+    "shape", [(16, 16, 3), (1, 1, 3), (3, 1, 4), (1, 300, 3), (7, 5), (700, 301, 3), (2, 200_000, 3), (333, 512, 4)]
+)
+@pytest.mark.parametrize("kind", ["noise", "smooth", "flat"])
+def test_png_is_exact(shape, kind):
+    """In one strip and in several, with one row each and more; to the last sum of the stream."""
+    if kind == "noise":
+        pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    else:
+        number = np.arange(np.prod(shape)).reshape(shape)
+        pixels = (number // 7 % 256 if kind == "smooth" else np.full(shape, 200)).astype(np.uint8)
+    data = png(pixels)
+    np.testing.assert_array_equal(np.asarray(Pillow.open(io.BytesIO(data))), pixels)
+    stream, at = b"", 8
+    while at < len(data):
+        length, name = struct.unpack_from(">I4s", data, at)
+        stream += data[at + 8 : at + 8 + length] if name == b"IDAT" else b""
+        at += 12 + length
+    assert len(zlib.decompress(stream)) == shape[0] * (pixels[0].size + 1)
+    assert data == png(pixels), "the same bytes, whichever thread is first"
+
+
+def test_png_of_a_picture_with_grain_is_small():
+    level = np.add.outer(np.arange(512), np.arange(512)) / 4 % 256
+    grain = np.random.default_rng(1).normal(0, 4, (512, 512, 3))
+    pixels = np.clip(level[..., None] + grain, 0, 255).astype(np.uint8)
+    out = io.BytesIO()
+    Pillow.fromarray(pixels).save(out, "PNG", compress_level=1)
+    assert len(png(pixels)) < out.tell()
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((4, 4, 2), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8)])
+def test_png_of_what_is_no_picture_is_refused(pixels):
+    with pytest.raises(ValueError, match=r"not (uint8|float64) \["):
+        png(pixels)
 
 
 def test_a_video_has_its_frames_colours_sound_and_index_in_front():

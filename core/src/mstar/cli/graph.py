@@ -100,6 +100,8 @@ def _add_nodes(tree: Tree, facts: dict[str, Any]) -> None:
         seats = _seats(node["seats"])
         if node["places"]:
             seats = ", then ".join(f"{_seats(there)} for {part}" for part, there in node["places"].items())
+        if node["split"] == "contexts" and len(node["seats"]) > 1:
+            seats += ", contexts apart"
         rows = f", at most {node['max_rows']} rows a step" if node["max_rows"] else ""
         branch = tree.add(f"{node['name']} on {seats}{rows}")
         for entry in node["entries"]:

@@ -57,6 +57,7 @@ def graph_facts(
                 "places": {
                     part: [_seat(seat) for seat in seats] for part, seats in layout.by_walk.get(node.name, {}).items()
                 },
+                "split": "contexts" if node.name in layout.by_context else "requests",
                 "max_rows": node.max_rows,
                 "entries": [_entry(entry) for entry in node.entries],
             }

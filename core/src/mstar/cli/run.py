@@ -78,6 +78,11 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
         print(result.text)
     for file in files:
         note(f"wrote {file['path']}")
+    if _only_thought(result):
+        note(
+            "The model was still thinking when its tokens ran out, and had not begun its answer: let it have more with "
+            "--set max_tokens=N."
+        )
     note(_speed(result, clock))
     return 0
 
@@ -280,6 +285,14 @@ def _speed(result: Result, clock: _Clock) -> str:
     rate = f" ({tokens / clock.end:.1f} tokens/s)" if tokens and clock.end else ""
     first = "" if clock.first is None else f", the first after {clock.first:.2f} s"
     return f"{counts} in {clock.end:.2f} s{rate}{first}; finish reason: {result.finish_reason}"
+
+
+def _only_thought(result: Result) -> bool:
+    """Whether all that there was room for are thoughts, which are not shown."""
+    from mstar.spec.processor import ReasoningDelta
+
+    deltas = [delta for stream in result.outputs.values() for delta in stream]
+    return result.finish_reason == "length" and bool(deltas) and all(isinstance(d, ReasoningDelta) for d in deltas)
 
 
 def _amounts(result: Result) -> Iterable[str]:

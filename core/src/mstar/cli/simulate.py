@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.cli.options import accepting, engine_options, model_options, positive, positive_seconds, with_json
 from mstar.cli.output import note, print_json, table
-from mstar.spec.errors import SetupError
+from mstar.spec.errors import SetupError, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ def _simulate(arguments: argparse.Namespace, context: Context) -> None:
 
     profile = _changed(read_profile(Path(arguments.what)), arguments)
     load = _load(arguments)
-    with _progress(f"{arguments.replicas} replicas", len(load)) as progress:
+    with _progress(counted(arguments.replicas, "replica"), len(load)) as progress:
         outcome = simulate(profile, load, arguments.replicas, arguments.router, seed=arguments.seed, progress=progress)
     report = outcome.report()
     if arguments.json:
@@ -125,7 +125,8 @@ def _changed(profile: Profile, arguments: argparse.Namespace) -> Profile:
 
 def _print(report: dict[str, Any]) -> None:
     devices = "" if report["devices"] == report["replicas"] else f" on {report['devices']:,} devices"
-    print(f"{report['replicas']:,} replicas{devices} of {report['model']}, {report['seconds']:,.1f} s on their clock")
+    many = "replica" if report["replicas"] == 1 else "replicas"
+    print(f"{report['replicas']:,} {many}{devices} of {report['model']}, {report['seconds']:,.1f} s on their clock")
     print(
         f"{report['completed']:,} requests done, {report['refused']:,} refused (queue full): "
         f"{report['requests_per_s']:,.1f} requests/s, {report['output_tokens_per_s']:,.0f} tokens/s written, "

@@ -53,19 +53,23 @@ class Arena:
     def write(self, data: memoryview) -> str | None:
         """Store *data* (bytes, contiguous) and return its name, or ``None`` when shared memory is full."""
         name = f"{self._prefix}{next(self._numbers)}"
-        # Written, not mapped: a store into a mapping of a full file system kills the process with SIGBUS.
-        fd = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
-            while data:
-                data = data[os.write(fd, data) :]
+            self._write(name, data)
         except OSError as error:
             self.discard(name)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 return None
             raise
+        return name
+
+    def _write(self, name: str, data: memoryview) -> None:
+        # Written, not mapped: a store into a mapping of a full file system kills the process with SIGBUS.
+        fd = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)  # full of files, perhaps
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
         finally:
             os.close(fd)
-        return name
 
     def take(self, name: str, size: int) -> mmap.mmap:
         """Map what the peer stored as *name* (*size* bytes) and unlink it: the caller now owns the only copy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,10 @@ class Model(abc.ABC):
 
     def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
         """What the partition does for this request. The default runs its walks in the order written."""
-        spec = next(p for p in self.graph().partitions if p.name == partition)
-        for walk in spec.walks:
+        for walk in self._walks_written[partition]:
             yield Run(walk)
+
+    @cached_property
+    def _walks_written(self) -> Mapping[str, Sequence[str]]:
+        """By partition. A graph may take milliseconds to make, which no request is to wait for."""
+        return {partition.name: partition.walks for partition in self.graph().partitions}

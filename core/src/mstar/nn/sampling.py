@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from mstar.spec.request import TokenLogprob
 
 __all__ = [
     "GREEDY_BELOW",
+    "Changes",
     "add_bias",
     "allow_only",
     "argmax",
@@ -106,21 +108,34 @@ def unpack_bitmask(words: Tensor, vocab: int) -> Tensor:
     return (bits & 1).bool().flatten(1)[:, :vocab]
 
 
-def edit(
-    scores: Tensor, which: Tensor, words: Tensor, slots: Tensor, floats: Tensor, histories: Tensor, marks: Tensor
-) -> None:
-    """Mask *scores* (float32 ``[rows, vocab]``, changed in place) and then apply repetition, frequency and presence
-    penalties, without asking the device: :func:`mstar.nn.ops.cuda_sampling.edit` in plain operations.
+class Changes(NamedTuple):
+    """Masks and penalties of a step, by row.
 
     :param which: int64 ``[rows]``: 0 for a row that may sample any token, else 1 + its row in *words*, int32
         ``[n, ceil(vocab / 32)]`` (see :func:`unpack_bitmask`).
-    :param slots: int64 ``[rows]``: each row's line in *floats*, the columns of ``SlotTable``.
     :param histories: int64 ``[rows]``: each row's line in *marks*, int32 ``[n, vocab]``: how often each token was
         generated, plus 2**30 if it was in the prompt. Line 0 is all 0.
+    :param flags: uint8 ``[n, ceil(vocab / 8)]``: not 0 where any of eight neighbouring *marks* is not. Kernels need
+        them, and that each tensor is contiguous.
     """
-    allowed = unpack_bitmask(words, scores.shape[1])[(which - 1).clamp_(min=0)]
+
+    which: Tensor
+    words: Tensor
+    histories: Tensor
+    marks: Tensor
+    flags: Tensor | None
+
+
+def edit(scores: Tensor, slots: Tensor, floats: Tensor, changes: Changes) -> None:
+    """Mask *scores* (float32 ``[rows, vocab]``, changed in place) and then apply repetition, frequency and presence
+    penalties, without asking the device: :func:`mstar.nn.ops.cuda_edits.edited` in plain operations.
+
+    :param slots: int64 ``[rows]``: each row's line in *floats*, the columns of ``SlotTable``.
+    """
+    which = changes.which
+    allowed = unpack_bitmask(changes.words, scores.shape[1])[(which - 1).clamp_(min=0)]
     scores.masked_fill_(~(allowed | (which == 0).unsqueeze(1)), -torch.inf)
-    found, params = marks[histories], floats[slots]
+    found, params = changes.marks[changes.histories], floats[slots]
     scores.copy_(penalize_repetition(scores, found != 0, params[:, 3]))
     scores.copy_(penalize_counts(scores, found & ((1 << 30) - 1), params[:, 4], params[:, 5]))
 

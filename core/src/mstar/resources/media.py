@@ -14,7 +14,7 @@ from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContex
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.media_books import MediaBooks, Piece
 from mstar.spec import resources as specs
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
 from mstar.spec.sizes import bytes_in_words
 
@@ -87,6 +87,12 @@ class MediaEmbeddings(Resource):
 
     def __init__(self, name: str, spec: specs.MediaEmbeddings, context: ResourceContext):
         super().__init__(name, spec, context)
+        for key in ("tokens", "max_tokens"):
+            if getattr(spec, key) < 1:
+                raise SetupError(
+                    f"resource {name!r}: with {key}={getattr(spec, key)} no request could bring any media; give "
+                    f"resources.{name}.{key} room for those of a request, or leave it out"
+                )
         line = spec.width * context.dtype.itemsize
         needed = (spec.tokens + 1) * line
         if context.memory is not None and needed > context.memory:

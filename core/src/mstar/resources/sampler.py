@@ -152,7 +152,7 @@ class SamplerResource(SlotResource):
         if constraints is None and context.vocabulary is not None:
             constraints = GrammarCompiler(context.vocabulary, spec.vocab).matcher
         self._constraints = constraints
-        self._fused, self._fused_edit = ops.fused_sample(self._device), ops.fused_edit(self._device)
+        self._fused = ops.fused_sample(self._device)
         fixed = self._device.type == "cuda"
         if fixed:
             what = f"the token counts of {context.max_owners} contexts"
@@ -396,9 +396,9 @@ class SamplerResource(SlotResource):
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
         rows, numbers = view.rows, view.numbers(call)
-        scores = self._changed(logits, view)
         if self._fused is not None:
-            return self._fused(scores, view.index, self._table.floats, self._table.top_k, numbers, view.filters)
+            return self._fused(*self._read(logits, view, numbers))
+        scores = self._changed(logits, view)
         if rows.all_greedy:
             ids = sampling.argmax(scores)
             # A NaN anywhere in a row wins its argmax.
@@ -425,12 +425,24 @@ class SamplerResource(SlotResource):
                 self._scratch = torch.empty(2, rows, self.spec.vocab, device=self._device)
         return self._scratch[0, :rows], self._scratch[1, :rows]
 
+    def _read(
+        self, logits: Tensor, view: SamplerView, numbers: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, sampling.Changes | None]:
+        """What the kernels read: they change logits by masks and penalties as they come by, and by no bias."""
+        changes = None if view.edits is None else view.edits.changes(self._histories)
+        if view.edits is not None and changes is None:
+            logits = self._changed(logits, view)
+        elif view.edits is not None and view.edits.bias is not None:
+            logits = self._copy(logits)
+            sampling.add_bias(logits, *view.edits.bias)
+        return logits, view.index, self._table.floats, self._table.top_k, numbers, view.filters, changes
+
     def _changed(self, logits: Tensor, view: SamplerView) -> Tensor:
         """The logits with bias, masks and penalties: *logits* itself when nothing applies, else a float32 copy."""
         if view.edits is None:
             return logits
         scores = self._copy(logits)
-        view.edits.apply(scores, view.index, self._table.floats, self._histories, self._fused_edit)
+        view.edits.apply(scores, view.index, self._table.floats, self._histories)
         return scores
 
     def _copy(self, logits: Tensor) -> Tensor:

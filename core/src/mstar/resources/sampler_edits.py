@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from mstar.nn import ops, sampling
+from mstar.nn import sampling
 from mstar.resources.sampler_history import TokenHistories
 from mstar.resources.sampler_rows import Penalties, RowParams, words_of
 from mstar.resources.staging import Stage
@@ -73,19 +73,20 @@ class Edits(NamedTuple):
         which, words = stage.put(f"{name}.masked", masked), stage.put(f"{name}.masks", _lines(masks, vocab, least=0))
         return cls(_bias_of(stage, name, rows, None), which, words, None, rows.penalties)
 
-    def apply(
-        self, scores: Tensor, slots: Tensor, floats: Tensor, histories: TokenHistories, fused: ops.Edit | None
-    ) -> None:
+    def changes(self, histories: TokenHistories) -> sampling.Changes | None:
+        """Masks and penalties, if they are by row."""
+        if self.histories is None:
+            return None
+        return sampling.Changes(self.which, self.words, self.histories, histories.marks, histories.flags)
+
+    def apply(self, scores: Tensor, slots: Tensor, floats: Tensor, histories: TokenHistories) -> None:
         """Change *scores* (float32 ``[rows, vocab]``) in place. *slots* and *floats* are those of
         :func:`mstar.nn.sampling.edit`."""
         if self.bias is not None:
             sampling.add_bias(scores, *self.bias)
-        if self.histories is not None:
-            edits = (self.which, self.words, slots, floats, self.histories, histories.marks)
-            if fused is not None and histories.flags is not None:
-                fused(scores, *edits, histories.flags)
-            else:
-                sampling.edit(scores, *edits)
+        changes = self.changes(histories)
+        if changes is not None:
+            sampling.edit(scores, slots, floats, changes)
             return
         if len(self.which):
             sampling.allow_only(scores, self.which, self.words)

@@ -369,6 +369,9 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
     with checked.stage(spec.model):
         try:
             model = build.make_model(spec, checked.weights, deployment, device, dtype)
+        except DeploymentError as error:  # of options whose values alone do not tell, as files that are not there
+            checked.faults += [Fault(where.file_of(key), key, message) for key, message in error.faults]
+            return
         except WeightsError as error:
             if checked.weights is not None or not spec.weights:
                 raise

@@ -82,6 +82,8 @@ def _fields(request: Asked) -> Iterator[tuple[str, object]]:
 
 
 _NUMBERS = ("at", "prompt", "output")
+_LATEST_S = 1e10
+"""Later than Unix time in seconds. A clock of doubles ticks in microseconds there."""
 _DEFAULTS = {"limit": None, "tenant": "", "priority": 0, "before": ()}
 
 
@@ -98,14 +100,18 @@ def _asked(line: str, where: str) -> Asked:
     for name in _NUMBERS:
         if name not in found:
             raise SetupError(f"{where}: {name!r} is missing")
-    if not isinstance(found["at"], int | float) or isinstance(found["at"], bool) or not 0 <= found["at"] < math.inf:
-        raise SetupError(f"{where}: 'at' must be a number of seconds, 0 or more, not {found['at']!r}")
+    if not isinstance(found["at"], int | float) or isinstance(found["at"], bool) or not 0 <= found["at"] < _LATEST_S:
+        raise SetupError(f"{where}: 'at' must be a number of seconds, from 0 to {_LATEST_S:.0e}, not {found['at']!r}")
     for name in ("prompt", "output", "limit"):
         value = found.get(name, 1)
         if value is None and name == "limit":
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise SetupError(f"{where}: {name!r} must be a number of tokens, 1 or more, not {value!r}")
+    if (limit := found.get("limit")) is not None and limit < found["output"]:
+        raise SetupError(
+            f"{where}: 'limit' is {limit}, and 'output' {found['output']}: a server would stop at the limit"
+        )
     if not isinstance(found.get("tenant", ""), str) or type(found.get("priority", 0)) is not int:
         raise SetupError(f"{where}: 'tenant' is a text and 'priority' a whole number")
     found["before"] = _before(found.get("before", []), where)

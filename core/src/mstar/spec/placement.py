@@ -26,6 +26,7 @@ __all__ = [
     "NodePlacement",
     "Placed",
     "Seat",
+    "apart",
     "companions",
     "layout_of",
     "placement_faults",
@@ -229,10 +230,15 @@ def placement_faults(placement: Mapping[str, NodePlacement], graph: Graph) -> It
             yield f"placement.{node}", f"unknown node{nearest(node, nodes)}"
     layout = layout_of(placement, nodes)
     used = {rank for node in nodes for seat in layout.seats[node] for rank in seat.ranks}
-    for rank in range(ranks_of(placement)):
-        if rank not in used and all(name in nodes for name in placement):
-            yield "placement", f"rank {rank} runs no node: ranks count from 0, without gaps; rank 0 coordinates"
+    if all(name in nodes for name in placement) and (idle := _idle(used)):
+        each, told = "runs" if len(idle) == 1 and idle[0].isdigit() else "run", ", ".join(idle)
+        yield (
+            "placement",
+            f"rank{'' if each == 'runs' else 's'} {told} {each} no node: ranks count from 0, without gaps; rank 0 "
+            "coordinates",
+        )
     yield from _mesh_faults(layout)
+    yield from _split_faults(layout, graph)
     for group in dict.fromkeys(companions(graph).values()):
         moving = [node for node in group if node in layout.by_walk]
         for node in moving:
@@ -246,6 +252,56 @@ def placement_faults(placement: Mapping[str, NodePlacement], graph: Graph) -> It
             yield f"placement.{moved}", f"the nodes that share resource {resource!r} must be placed alike: {where}"
 
 
+def _idle(used: Collection[int]) -> list[str]:
+    """The ranks below the last one that are not in *used*, as numbers and spans of numbers."""
+    spans, before = [], -1
+    for rank in sorted(used):
+        if rank - before > 1:
+            spans.append(f"{before + 1}" if rank - before == 2 else f"{before + 1} to {rank - 1}")
+        before = rank
+    return spans
+
+
+def apart(graph: Graph, nodes: Collection[str]) -> tuple[str, ...]:
+    """The contexts in which *graph* has several calls of *nodes* at a time, in alphabetical order: guidance branches,
+    say. Copies can share them out. *nodes*: those whose state is in one place, see :func:`companions`."""
+    found = {name: list(_in_contexts(walk, nodes, False)) for name, walk in graph.walks.items()}
+    callers = [part for part in graph.partitions if any(found[walk] for walk in part.walks)]
+    several = len(callers) > 1
+    return tuple(sorted({context for calls in found.values() for context, beside in calls if beside or several}))
+
+
+def _in_contexts(walk: Walk, nodes: Collection[str], beside: bool) -> Iterator[tuple[str, bool]]:
+    """For each call of *nodes* in *walk*: its context, and whether another call may run at the same time."""
+    if isinstance(walk, Call):
+        if walk.node in nodes:
+            yield walk.context, beside
+    elif isinstance(walk, Seq | Par):
+        parts = [list(_in_contexts(part, nodes, beside)) for part in walk.parts]
+        several = isinstance(walk, Par) and sum(map(bool, parts)) > 1
+        for calls in parts:
+            for context, before in calls:
+                yield context, before or several
+    else:
+        yield from _in_contexts(walk.body, nodes, beside)
+
+
+def _split_faults(layout: Layout, graph: Graph) -> Iterator[tuple[str, str]]:
+    """Copies that would never have a context to compute."""
+    together = companions(graph)
+    for node in sorted(layout.by_context):
+        contexts, copies = apart(graph, together[node]), len(layout.seats[node])
+        if copies <= max(1, len(contexts)):
+            continue
+        if len(contexts) < 2:
+            found = f"no calls of node {node!r} at once are in contexts of their own"
+            advice = "leave `split` out, and the copies share requests"
+        else:
+            found = f"the calls of node {node!r} at once are in {len(contexts)} contexts, {_listed(contexts)}"
+            advice = f"{len(contexts)} copies would do"
+        yield f"placement.{node}.split", f"nothing for each of {copies} copies to do: {found}; {advice}"
+
+
 def _mesh_faults(layout: Layout) -> Iterator[tuple[str, str]]:
     """Meshes that overlap without being the same: a process can be in one group of processes."""
     meshes = [(node, seat) for node, seats in layout.seats.items() for seat in seats if len(seat.ranks) > 1]
@@ -256,7 +312,7 @@ def _mesh_faults(layout: Layout) -> Iterator[tuple[str, str]]:
                 yield (
                     f"placement.{node}",
                     f"its mesh, {seat}, shares rank {min(shared)} with that of {other!r}, {before}: "
-                    "meshes must have the same ranks, or none in common",
+                    "meshes must have the same ranks in the same order, or none in common",
                 )
                 break
 

@@ -45,7 +45,7 @@ from mstar.spec.request import EngineRequest
 from mstar.weights.names import WeightMap
 from mstar_diffusion.exact import keep_exact
 from mstar_diffusion.knobs import MOST_STEPS, SIZES, ImageOptions, Size
-from mstar_diffusion.lora import fold
+from mstar_diffusion.lora import check_files, fold
 from mstar_diffusion.native import NativeNames
 
 __all__ = ["TOKEN", "ImageFacts", "ImageModel", "by_area", "condition", "reference"]
@@ -122,6 +122,7 @@ class ImageModel(Model, abc.ABC):
     def __init__(self, context: BuildContext):
         super().__init__(context)
         self.options = context.options
+        check_files(self.options.lora)  # now, and not when gigabytes have been read
 
     @abc.abstractmethod
     def facts(self) -> ImageFacts: ...

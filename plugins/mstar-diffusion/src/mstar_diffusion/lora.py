@@ -11,6 +11,7 @@ rank.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 
 from mstar.nn.shards import Cut
 from mstar.processing.tokenizer import read_json
-from mstar.spec.errors import SetupError, nearest
+from mstar.spec.errors import DeploymentError, SetupError
 from mstar.weights.names import Placement, WeightMap
 from mstar_diffusion.knobs import Lora
 from mstar_diffusion.native import NativeNames
 
-__all__ = ["Adapter", "fold", "read_adapter"]
+__all__ = ["Adapter", "check_files", "fold", "read_adapter"]
 
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.")
 _FLAT = ("lora_unet_", "lora_transformer_")
@@ -53,6 +54,18 @@ class Adapter:
         return self.up.to(device, torch.float32) @ self.down.to(device, torch.float32) * self.factor
 
 
+def check_files(adapters: Sequence[Lora]) -> None:
+    """Raises :class:`DeploymentError` with the option of every one of *adapters* whose file is not there."""
+    faults = []
+    for number, lora in enumerate(adapters):
+        try:
+            _file(Path(lora.path))
+        except SetupError as error:
+            faults.append((f"model_kwargs.lora.{number}.path", str(error)))
+    if faults:
+        raise DeploymentError(faults)
+
+
 def fold(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], native: NativeNames) -> None:
     """Add *adapters* to *module*'s parameters, which have been loaded by *weightmap*.
 
@@ -64,8 +77,21 @@ def fold(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], nati
     targets = dict(module.named_parameters())
     for lora in adapters:
         file = _file(Path(lora.path))
-        for name, adapter in read_adapter(file).items():
+        found = read_adapter(file)
+        _check_names(file, list(found), [*places, *native])
+        for name, adapter in found.items():
             _add(file, name, adapter, lora.scale, places, targets, native)
+
+
+def _check_names(file: Path, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an adapter with layers that this model lacks: how many, and what the first of them could have been."""
+    strange = [name for name in names if _plain(name, known) not in known]
+    if strange:
+        (near,) = difflib.get_close_matches(_plain(strange[0], known), known, n=1, cutoff=0.0)
+        raise SetupError(
+            f"the adapter {file}: {strange[0]!r} is no layer of this model's denoiser; did you mean {near!r}? "
+            f"({len(strange)} of {len(names)} layers are unknown)"
+        )
 
 
 def read_adapter(file: Path) -> dict[str, Adapter]:
@@ -120,10 +146,6 @@ def _add(
     native: NativeNames,
 ) -> None:
     plain = _plain(name, (*places, *native))
-    if plain not in places and plain not in native:
-        raise SetupError(
-            f"the adapter {file}: {name!r} is no layer of this model's denoiser{nearest(plain, [*places, *native])}"
-        )
     swapped = plain not in places and native[plain].swapped
     published = (plain,) if plain in places else native[plain].published
     rows = [_rows(targets, places[part]) for part in published]

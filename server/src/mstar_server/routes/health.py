@@ -48,7 +48,7 @@ async def ready(request: Request) -> Response:
 @router.get("", summary="Phase, progress, queue and pools of every model")
 async def health(request: Request) -> dict[str, Any]:
     state: ServerState = request.app.state.mstar
-    reports = await asyncio.gather(*(_report(service) for service in state.services.values()))
+    reports = await asyncio.gather(*(_report(state, key, service) for key, service in state.services.items()))
     models = dict(zip(state.services, reports, strict=True))
     ready = not state.draining and all(models[key]["phase"] == "ready" for key in state.resident)
     return {"status": "draining" if state.draining else "ready" if ready else "not ready", "models": models}
@@ -59,11 +59,13 @@ def _phase(service: Service) -> dict[str, Any]:
     return {"phase": phase.name, "progress": phase.progress, "detail": phase.detail}
 
 
-async def _report(service: Service) -> dict[str, Any]:
+async def _report(state: ServerState, key: str, service: Service) -> dict[str, Any]:
     report = _phase(service)
     if report["phase"] not in ("ready", "draining"):
+        state.workers.forget(key)
         return report
-    try:
-        return {**report, "worker": await asyncio.wait_for(service.status(), STATUS_TIMEOUT_S)}
-    except TimeoutError:
-        return {**report, "worker": None, "detail": f"the worker did not answer within {STATUS_TIMEOUT_S} s"}
+    known = await state.workers.ask(key, service, STATUS_TIMEOUT_S)
+    report |= {"worker": known.status, "worker_age_s": None if known.status is None else round(known.age_s, 3)}
+    if known.status is None or known.age_s:
+        report["detail"] = f"the worker did not answer within {STATUS_TIMEOUT_S} s: it is in a long step, or hangs"
+    return report

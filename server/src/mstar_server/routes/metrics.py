@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar_server.openapi import answers
-from mstar_server.protocols import Service
 from mstar_server.state import ServerState
 
 __all__ = ["router"]
@@ -32,14 +29,8 @@ async def metrics(request: Request) -> Response:
     state: ServerState = request.app.state.mstar
     phases = {key: service.phase.name for key, service in state.services.items()}
     asked = [key for key, phase in phases.items() if phase in ("ready", "draining")]
-    answers = await asyncio.gather(*(_status(state.services[key]) for key in asked))
-    statuses = {key: status for key, status in zip(asked, answers, strict=True) if status}
+    known = await asyncio.gather(*(state.workers.ask(key, state.services[key], STATUS_TIMEOUT_S) for key in asked))
+    # Old figures would be taken for new ones.
+    statuses = {key: one.status for key, one in zip(asked, known, strict=True) if one.status and not one.age_s}
     text, content_type = state.observer.metrics.render(phases, statuses, request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
-
-
-async def _status(service: Service) -> Mapping[str, Any]:
-    try:
-        return await asyncio.wait_for(service.status(), STATUS_TIMEOUT_S)
-    except TimeoutError:
-        return {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,9 @@ TOGETHER, APART = "together", "apart"
 """Where a rank waits for rank 0: in a folder that both see; at a port of its node."""
 
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
 class Where(msgspec.Struct, frozen=True, kw_only=True):
     """Where an actor runs. *host*: address of its node. *sees*: the folder that was asked about is there. *version*: of
     its M*."""
@@ -46,6 +52,7 @@ class RayWorker:
     """
 
     def __init__(self, name: str) -> None:
+        _die_with_parent()
         self._name, self._pulse = name, Pulse()
         self._store: Any = None  # while its ranks live, they may look there
 
@@ -96,6 +103,15 @@ class RayWorker:
                 arena.remove()
         if status:
             os._exit(status)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process when Ray's on this node has ended. Ray's processes notice that by themselves,
+    unless they are stopped, or stuck in a call of the device's driver: then they would stay, with their memory."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0 and os.getppid() != parent:
+            os._exit(1)  # it has ended in between
 
 
 def _at_home(config: WorkerConfig, registry: Any) -> WorkerConfig:

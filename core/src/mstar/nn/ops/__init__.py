@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mstar.nn.ops import reference
 from mstar.nn.ops.reference import HeadNorms
+from mstar.nn.sampling import Changes
 
 __all__ = [
-    "Edit",
     "HeadNorms",
     "Sample",
     "add_layer_norm",
@@ -32,7 +32,6 @@ __all__ = [
     "cpu_kernels_fault",
     "cuda_kernels_fault",
     "deterministic_fault",
-    "fused_edit",
     "fused_sample",
     "group_norm",
     "linear",
@@ -48,11 +47,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
+Sample = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, bool, Changes | None], Tensor]
 """:func:`mstar.nn.ops.cuda_sampling.sample`."""
-
-Edit = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-""":func:`mstar.nn.ops.cuda_edits.edit`."""
 
 
 @cache
@@ -194,15 +190,6 @@ def fused_sample(device: torch.device) -> Sample | None:
     from mstar.nn.ops import cuda_sampling
 
     return cuda_sampling.sample
-
-
-def fused_edit(device: torch.device) -> Edit | None:
-    """Masks and penalties of logits on *device* in one kernel; ``None`` as for :func:`fused_sample`."""
-    if device.type != "cuda" or cuda_kernels_fault() is not None:
-        return None
-    from mstar.nn.ops import cuda_edits
-
-    return cuda_edits.edit
 
 
 def add_rms_norm(

@@ -118,10 +118,11 @@ def _stretch(
     inside = channel < channels
     inputs, weights = (), ()
     for tap in tl.static_range(width):
-        weights += (tl.load(weight + channel * width + tap, mask=inside, other=0).to(tl.float32),)
+        taken = tl.load(weight + channel * width + tap, mask=inside, other=0).to(tl.float32)
+        weights += (taken,)  # type: ignore[assignment]
     for number in tl.static_range(width - 1 + together):
         at = first + number - (width - 1)
-        inputs += (tl.load(x + at * stride + channel, mask=inside & (at < tokens), other=0),)
+        inputs += (tl.load(x + at * stride + channel, mask=inside & (at < tokens), other=0),)  # type: ignore[assignment]
     for number in tl.static_range(together):
         total = tl.zeros(channel.shape, tl.float32)
         if biased:

@@ -24,10 +24,8 @@ from mstar.nn.ops.delta import CHUNK, Spans, StateSlots
 __all__ = ["gates", "rule", "takes", "takes_rows", "warps"]
 
 _SIZES = (16, 32, 64, 128)
-_COLUMNS = 32
-"""Columns of a matrix that one program takes through a row's chunks."""
-
-
+_COLUMNS, _SCANNING = 32, 4
+"""Columns of a matrix that one program takes through a row's chunks, and its warps, for sizes that models have."""
 _AMPLE = 160 << 10
 """Bytes of shared memory a program, from which on float32 fits in, and the next chunk can be fetched ahead."""
 _LARGE = 200 << 10
@@ -115,14 +113,13 @@ def _joined(found, lower, i, j, size: tl.constexpr, precision: tl.constexpr):
 
 @triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["a", "b", "table"])
 def _prepare(
-    q, k, v, a, b, a_log, dt_bias, table, solved, reads, seeing, writes, within, left, most,
-    q_stride: tl.constexpr, k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr,
-    b_stride: tl.constexpr, group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    chunk: tl.constexpr, raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, solving: tl.constexpr,
-    early: tl.constexpr,
+    q, k, v, a, b, a_log, dt_bias, table, solved, reads, writes, within, left, most, q_stride: tl.constexpr,
+    k_stride: tl.constexpr, v_stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
+    group: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, chunk: tl.constexpr,
+    raw: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, solving: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* w ``[K]``, *seeing*
-    ``[K]`` queries for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
+    """One program: one head of one chunk. By token and head it leaves *solved* u ``[V]``, *reads* ``[2, K]``
+    w and the query for the matrix before the chunk, *writes* ``[K]`` keys for the matrix after it, *within* ``[chunk]``
     weights of the chunk's tokens; *left* ``[chunks, heads]``: what remains of the matrix before.
 
     :param raw: *a* and *b* are a layer's, of which gates are made; else they are the gates.
@@ -164,7 +161,7 @@ def _prepare(
     dependent = (keys * (beta * tl.exp(decay))[:, None]).to(dtype)
     queries = tl.load(q + token[:, None] * q_stride + (head // group) * key + at_k, mask=inside, other=0).to(tl.float32)
     queries = queries * (1 / tl.sqrt_rn(tl.sum(queries * queries, 1) + 1e-6) * (key**-0.5))[:, None]
-    tl.store(seeing + place * key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
+    tl.store(reads + place * 2 * key + key + at_k, (queries * tl.exp(decay)[:, None]).to(dtype), mask=inside)
     weights = tl.dot(queries.to(dtype), tl.trans(k_small), input_precision=precision) * between
     tl.store(within + place * chunk + at[None, :], weights.to(dtype), mask=inside)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0)
@@ -173,7 +170,7 @@ def _prepare(
         inverse = _inverse(tl.where(at[:, None] > at[None, :], own, 0.0), chunk, solving)
     inverse = inverse.to(dtype)
     w = tl.dot(inverse, dependent, input_precision=precision)
-    tl.store(reads + place * key + at_k, w.to(dtype), mask=inside)
+    tl.store(reads + place * 2 * key + at_k, w.to(dtype), mask=inside)
     values = tl.load(v + token[:, None] * v_stride + head * value + at_v, mask=inside, other=0).to(tl.float32)
     u = tl.dot(inverse, (values * beta[:, None]).to(dtype), input_precision=precision)
     tl.store(solved + place * value + at_v, u.to(dtype), mask=inside)
@@ -181,7 +178,7 @@ def _prepare(
 
 @triton.jit(do_not_specialize_on_alignment=["offsets", "first_chunks", "state_source", "state_target"])
 def _scan(
-    solved, reads, seeing, writes, within, left, offsets, first_chunks, states, state_source, state_target, out,
+    solved, reads, writes, within, left, offsets, first_chunks, states, state_source, state_target, out,
     state_stride: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, columns: tl.constexpr,
     chunk: tl.constexpr, kept: tl.constexpr, longer: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
@@ -203,8 +200,9 @@ def _scan(
     # The numbers of all chunks are as far apart, so that a chunk's addresses cost an addition, and what those to come
     # need can be fetched while one is computed.
     first = at.to(tl.int64) * v_heads + head
-    w_at = reads + first[:, None] * key + at_k[None, :]
-    q_at = seeing + first[:, None] * key + at_k[None, :]
+    twice = tl.arange(0, 2 * chunk)  # what each token reads with: all w, then all queries
+    read_at = (twice % chunk).to(tl.int64) * v_heads + head
+    reads_at = reads + (read_at * 2 + twice // chunk)[:, None] * key + at_k[None, :]
     k_at = writes + first[:, None] * key + at_k[None, :]
     u_at = solved + first[:, None] * value + at_v[None, :]
     out_at = out + first[:, None] * value + at_v[None, :]
@@ -215,12 +213,13 @@ def _scan(
         later = tl.load(left + (number + 1) * v_heads, mask=number + 1 < chunks, other=0)  # not waited for here
         further = (begin + number * chunk) * v_heads
         inside = (at < length - number * chunk)[:, None]
+        read = (twice % chunk < length - number * chunk)[:, None]
         small = s.to(dtype)
-        w = tl.load(w_at + further * key, mask=inside, other=0)
+        by = tl.load(reads_at + further * (2 * key), mask=read, other=0)
+        found = tl.reshape(tl.dot(by, small, input_precision=precision), (2, chunk, columns))
+        held, o = tl.split(tl.permute(found, (1, 2, 0)))
         u = tl.load(u_at + further * value, mask=inside, other=0).to(tl.float32)
-        new = (u - tl.dot(w, small, input_precision=precision)).to(dtype)
-        q = tl.load(q_at + further * key, mask=inside, other=0)
-        o = tl.dot(q, small, input_precision=precision)
+        new = (u - held).to(dtype)
         weights = tl.load(weights_at + further * chunk, mask=inside, other=0)
         o += tl.dot(weights, new, input_precision=precision)
         tl.store(out_at + further * value, o.to(out.dtype.element_ty), mask=inside)
@@ -253,14 +252,14 @@ def rule(
     most = table.shape[1]
     out = v.new_empty((tokens, v_heads, value))
     solved = v.new_empty((tokens, v_heads, value))
-    reads, seeing, writes = v.new_empty((3, tokens, v_heads, key)).unbind(0)
+    reads, writes = v.new_empty((tokens, v_heads, 2, key)), v.new_empty((tokens, v_heads, key))
     within = v.new_empty((tokens, v_heads, CHUNK))
     left = torch.empty((most, v_heads), dtype=torch.float32, device=v.device)
     stages = 1 if v.dtype is torch.float32 else _stages(v.device)
     log, bias = (a, a) if a_log is None or dt_bias is None else (a_log, dt_bias)
     if most and spans.rows:
         _prepare[(most, v_heads)](
-            q, k, v, a, b, log, bias, table, solved, reads, seeing, writes, within, left, most, q.stride(0),
+            q, k, v, a, b, log, bias, table, solved, reads, writes, within, left, most, q.stride(0),
             k.stride(0), v.stride(0), a.stride(0), b.stride(0), v_heads // q.shape[1], v_heads, key, value, CHUNK,
             a_log is not None, longer, _PRECISION, _PRECISION if v.dtype is torch.float32 else _ROUNDED, pdl.enabled(),
             num_warps=warps(key, value), **pdl.options(),
@@ -268,8 +267,9 @@ def rule(
         columns = min(_COLUMNS, value)
         target = state.source if state.target is None else state.target
         _scan[(spans.rows, v_heads, value // columns)](
-            solved, reads, seeing, writes, within, left, spans.offsets, spans.first_chunks, state.pool, state.source,
+            solved, reads, writes, within, left, spans.offsets, spans.first_chunks, state.pool, state.source,
             target, out, state.pool.stride(0), v_heads, key, value, columns, CHUNK, state.target is not None, longer,
-            _PRECISION, pdl.enabled(), num_warps=warps(key, value), num_stages=stages, **pdl.options(),
+            _PRECISION, pdl.enabled(), num_warps=_SCANNING if warps(key, value) == 4 else warps(key, value),
+            num_stages=stages, **pdl.options(),
         )  # fmt: skip
     return out

@@ -2,14 +2,17 @@
 token.
 
 A matrix is 64 kB in float32, read and written once, and nearly all that a step moves. So what counts is that reads and
-writes of some matrices are under way while others are computed. :class:`Way` has the ways to divide the work that
+writes of some matrices are under way while others are computed. A program holds a whole one in its registers: in
+pieces, or asked for twice, matrices come slower. :class:`Way` has the ways to divide them that
 ``benchmarks/gpu_delta_rule.py --parts sweep`` compares; :func:`way_for` chooses one.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,40 +29,40 @@ Triton would load these anew in every layout that they are needed in."""
 
 
 class Way(NamedTuple):
-    """How a matrix is taken through a program."""
+    """How a step's matrices are divided among programs and threads."""
 
-    columns: int
-    """Of a matrix, that are computed and stored at a time; fewer, where a matrix has not as many."""
     warps: int
+    groups: int = 1
+    """Groups of columns that a thread has columns of: with more, it has fewer rows, and so less of keys and queries."""
+    registers: int = 0
+    """The most of a thread; 0: what the compiler likes."""
+    resident: int = 0
+    """Programs of a multiprocessor that take a head of one row after the other; 0: each matrix has one of its own."""
     stages: int = 1
-    """From 2 on, groups of columns come through shared memory: one is computed, the others are on their way."""
-    once: bool = False
-    """Whether caches are told that nobody reads a matrix again before the next step."""
-    ahead: bool = False
-    """Whether the whole matrix is asked for, into the second cache, before anything is computed (on a GPU)."""
+    """Of a resident program: from 2 on the next matrices are on their way into shared memory while one is computed."""
 
 
-_WAYS = ((4 * 32, Way(128, 8, ahead=True)), (None, Way(32, 4, 3, ahead=True)))
-"""Of matrices ``[128, 128]``: up to so many in a step, a way. With few, nothing but a program's own latency counts."""
+_WAYS = ((None, Way(4)),)
+"""Of matrices ``[128, 128]``: up to so many in a step, a way."""
 
 
 @triton.jit
-def _ask(place, size: tl.constexpr):
-    """Have *size* bytes from *place* on brought into the second cache; nothing waits for them."""
-    line = place.to(tl.int64) + tl.arange(0, size // 128) * 128
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], tl.int32, False, 1)
-
-
-@triton.jit
-def _around(source, weight, window, channel, width: tl.constexpr):
-    """The last inputs of some channels, oldest first, and their weights."""
-    inputs, weights = (), ()
-    for tap in tl.static_range(width - 1):
-        inputs += (tl.load(window + channel * (width - 1) + tap),)  # type: ignore[assignment]
-    inputs += (tl.load(source + channel),)  # type: ignore[assignment]
+def _weights(weight, channel, width: tl.constexpr):
+    """The convolution's of some channels, the newest token's last."""
+    found = ()
     for tap in tl.static_range(width):
-        weights += (tl.load(weight + channel * width + tap),)  # type: ignore[assignment]
-    return inputs, weights
+        found += (tl.load(weight + channel * width + tap),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _inputs(source, window, channel, width: tl.constexpr):
+    """The last inputs of some channels, oldest first."""
+    found = ()
+    for tap in tl.static_range(width - 1):
+        found += (tl.load(window + channel * (width - 1) + tap),)  # type: ignore[assignment]
+    found += (tl.load(source + channel),)  # type: ignore[assignment]
+    return found
 
 
 @triton.jit
@@ -79,7 +82,66 @@ def _shift(target, inputs, channel, mine, width: tl.constexpr):
         tl.store(place, inputs[tap].to(target.dtype.element_ty), mask=(channel >= 0) & mine)
 
 
+@triton.jit
+def _matrix(
+    mixed, a, b, q_weights, k_weights, v_weights, log, bias, windows, window_source, window_target, states,
+    state_source, state_target, gate, scale, out, eps, row, token, head, stride: tl.constexpr, a_stride: tl.constexpr,
+    b_stride: tl.constexpr, window_stride: tl.constexpr, state_stride: tl.constexpr, gate_stride: tl.constexpr,
+    width: tl.constexpr, k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
+    groups: tl.constexpr, window_kept: tl.constexpr, state_kept: tl.constexpr, normed: tl.constexpr,
+):  # fmt: skip
+    """One head of one row. What is small is asked for before the matrix, and computed while that comes."""
+    group: tl.constexpr = v_heads // k_heads
+    keys: tl.constexpr = k_heads * key
+    columns: tl.constexpr = value // groups
+    state = states + tl.load(state_source + row) * state_stride
+    window = windows + tl.load(window_source + row) * window_stride
+    kept, target = state, window
+    if state_kept:
+        kept = states + tl.load(state_target + row) * state_stride
+    if window_kept:
+        target = windows + tl.load(window_target + row) * window_stride
+    source = mixed + token * stride
+    at_k = tl.arange(0, key)
+    at_v = tl.arange(0, groups)[:, None] * columns + tl.arange(0, columns)[None, :]
+    q_channel = (head // group) * key + at_k
+    k_channel = q_channel + keys
+    v_channel = 2 * keys + head * value + at_v
+    q_in = _inputs(source, window, q_channel, width)
+    k_in = _inputs(source, window, k_channel, width)
+    v_in = _inputs(source, window, v_channel, width)
+    if normed:
+        z = tl.load(gate + token * gate_stride + head * value + at_v)
+    g, beta = tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head)
+    within = head * key * value + at_k[None, :, None] * value + at_v[:, None, :]
+    s = tl.load(state + within)
+    g, beta = gates(g, beta, log, bias)
+    q, k, v = _convolved(q_in, q_weights, width), _convolved(k_in, k_weights, width), _convolved(v_in, v_weights, width)
+    q = q * (1 / tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6)) * (key**-0.5)
+    k = k * (1 / tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
+    along = tl.sum(q * k, 0)
+    q, k = q[None, :, None], k[None, :, None]
+    s = s.to(tl.float32) * tl.exp(g)
+    # What the query sees of the new matrix is what it sees of the old one and of what is added to that: both sums over
+    # the matrix are taken at once.
+    new = (v - tl.sum(s * k, 1)) * beta
+    o = tl.sum(s * q, 1) + along * new
+    if state_kept:
+        tl.store(kept + within, (s + k * new[:, None, :]).to(states.dtype.element_ty))
+    if normed:
+        o = o * (1 / tl.sqrt_rn(tl.sum(tl.sum(o * o, 1), 0) / value + eps)) * scale
+        z = z.to(tl.float32)
+        o = o * (z / (1 + tl.exp(-z)))
+    tl.store(out + (token * v_heads + head) * value + at_v, o.to(out.dtype.element_ty))
+    if window_kept:
+        first = head % group == 0  # of the programs that share queries and keys
+        _shift(target, q_in, q_channel, first, width)
+        _shift(target, k_in, k_channel, first, width)
+        _shift(target, v_in, v_channel, True, width)
+
+
 @triton.jit(
+    do_not_specialize=["rows"],
     do_not_specialize_on_alignment=[
         "a",
         "b",
@@ -92,81 +154,53 @@ def _shift(target, inputs, channel, mine, width: tl.constexpr):
 )
 def _delta_step(
     mixed, a, b, weight, a_log, dt_bias, offsets, windows, window_source, window_target, states, state_source,
-    state_target, gate, norm, out, eps, stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
+    state_target, gate, norm, out, eps, rows, stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
     window_stride: tl.constexpr, state_stride: tl.constexpr, gate_stride: tl.constexpr, width: tl.constexpr,
-    k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr,
-    columns: tl.constexpr, window_kept: tl.constexpr, state_kept: tl.constexpr, normed: tl.constexpr,
-    single: tl.constexpr, stages: tl.constexpr, once: tl.constexpr, ahead: tl.constexpr, early: tl.constexpr,
+    k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, groups: tl.constexpr,
+    window_kept: tl.constexpr, state_kept: tl.constexpr, normed: tl.constexpr, single: tl.constexpr,
+    resident: tl.constexpr, stages: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row, *columns* columns of its matrix after the others.
+    """One program: one head of one row, or with *resident* of one row after the other.
 
-    :param single: whether each row has one token; else programs of rows that have not do nothing.
-    :param ahead: see :class:`Way`.
+    :param single: whether each row has one token, as it must have with *resident*; else programs of rows that have not
+        do nothing.
     """
-    group: tl.constexpr = v_heads // k_heads
     keys: tl.constexpr = k_heads * key
-    tiles: tl.constexpr = value // columns
-    policy: tl.constexpr = "evict_first" if once else ""
+    columns: tl.constexpr = value // groups
     pdl.begin(early)
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token = row
-    if not single:
-        token = tl.load(offsets + row)
-        if tl.load(offsets + row + 1) != token + 1:
-            return
-    # What is small is asked for at once, and computed while the matrix comes.
-    state = states + tl.load(state_source + row) * state_stride + head * key * value
-    if ahead:
-        _ask(state, key * value * (states.dtype.element_ty.primitive_bitwidth // 8))
-    window = windows + tl.load(window_source + row) * window_stride
-    kept, target = state, window
-    if state_kept:
-        kept = states + tl.load(state_target + row) * state_stride + head * key * value
-    if window_kept:
-        target = windows + tl.load(window_target + row) * window_stride
-    source = mixed + token * stride
+    head = tl.program_id(0)
     at_k = tl.arange(0, key)
-    at_tile, at_column = tl.arange(0, tiles)[:, None], tl.arange(0, columns)[None, :]
-    place = at_tile * columns + at_column
-    q_channel = (head // group) * key + at_k
-    k_channel = q_channel + keys
-    v_channel = 2 * keys + head * value + place
-    q_in, q_weights = _around(source, weight, window, q_channel, width)
-    k_in, k_weights = _around(source, weight, window, k_channel, width)
-    v_in, v_weights = _around(source, weight, window, v_channel, width)
+    at_v = tl.arange(0, groups)[:, None] * columns + tl.arange(0, columns)[None, :]
+    q_channel = (head // (v_heads // k_heads)) * key + at_k
+    q_weights = _weights(weight, q_channel, width)
+    k_weights = _weights(weight, q_channel + keys, width)
+    v_weights = _weights(weight, 2 * keys + head * value + at_v, width)
+    log, bias = tl.load(a_log + head), tl.load(dt_bias + head)
+    scale = at_v
     if normed:
-        z, scale = tl.load(gate + token * gate_stride + head * value + place), tl.load(norm + place)
-    g, beta = gates(
-        tl.load(a + token * a_stride + head), tl.load(b + token * b_stride + head), tl.load(a_log + head),
-        tl.load(dt_bias + head),
-    )  # fmt: skip
-    left = tl.exp(g)
-    q, k, v = _convolved(q_in, q_weights, width), _convolved(k_in, k_weights, width), _convolved(v_in, v_weights, width)
-    q = q * (1 / tl.sqrt_rn(tl.sum(q * q, 0) + 1e-6)) * (key**-0.5)
-    k = k * (1 / tl.sqrt_rn(tl.sum(k * k, 0) + 1e-6))
-    along = tl.sum(q * k, 0)
-    within = at_k[:, None] * value + at_column
-    o = tl.zeros((tiles, columns), tl.float32)
-    for tile in tl.range(tiles, num_stages=stages):
-        s = tl.load(state + within + tile * columns, eviction_policy=policy).to(tl.float32) * left
-        # What the query sees of the new matrix is what it sees of the old one and of what is added to that: both sums
-        # over the matrix are taken at once.
-        new = (tl.sum(tl.where(at_tile == tile, v, 0.0), 0) - tl.sum(s * k[:, None], 0)) * beta
-        seen = tl.sum(s * q[:, None], 0) + along * new
-        if state_kept:
-            s += k[:, None] * new[None, :]
-            tl.store(kept + within + tile * columns, s.to(states.dtype.element_ty), eviction_policy=policy)
-        o = tl.where(at_tile == tile, seen[None, :], o)
-    if normed:
-        o = o * (1 / tl.sqrt_rn(tl.sum(tl.sum(o * o, 1), 0) / value + eps)) * scale.to(tl.float32)
-        z = z.to(tl.float32)
-        o = o * (z / (1 + tl.exp(-z)))
-    tl.store(out + (token * v_heads + head) * value + place, o.to(out.dtype.element_ty))
-    if window_kept:
-        first = head % group == 0  # of the programs that share queries and keys
-        _shift(target, q_in, q_channel, first, width)
-        _shift(target, k_in, k_channel, first, width)
-        _shift(target, v_in, v_channel, True, width)
+        scale = tl.load(norm + at_v).to(tl.float32)
+    if resident:
+        for number in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=stages):
+            row = tl.cast(number, tl.int64)
+            _matrix(
+                mixed, a, b, q_weights, k_weights, v_weights, log, bias, windows, window_source, window_target, states,
+                state_source, state_target, gate, scale, out, eps, row, row, head, stride, a_stride, b_stride,
+                window_stride, state_stride, gate_stride, width, k_heads, v_heads, key, value, groups, window_kept,
+                state_kept, normed,
+            )  # fmt: skip
+    else:
+        row = tl.program_id(1).to(tl.int64)
+        token = row
+        if not single:
+            token = tl.load(offsets + row)
+            if tl.load(offsets + row + 1) != token + 1:
+                return
+        _matrix(
+            mixed, a, b, q_weights, k_weights, v_weights, log, bias, windows, window_source, window_target, states,
+            state_source, state_target, gate, scale, out, eps, row, token, head, stride, a_stride, b_stride,
+            window_stride, state_stride, gate_stride, width, k_heads, v_heads, key, value, groups, window_kept,
+            state_kept, normed,
+        )  # fmt: skip
 
 
 def step(
@@ -214,21 +248,32 @@ def launch(
     gate, scale, eps = (mixed, mixed, 0.0) if norm is None else norm
     k_heads = (mixed.shape[1] - v_heads * value) // (2 * key)
     way = way or way_for(spans.rows * v_heads, key, value)
+    processors = _processors(state.pool.device)
+    resident = way.resident if spans.single else 0
+    programs = min(max(resident * processors // v_heads, 1), spans.rows) if resident else spans.rows
     arguments = (
         mixed, a, b, conv_weight, a_log, dt_bias, spans.offsets, window.pool, window.source, or_source(window),
-        state.pool, state.source, or_source(state), gate, scale, out, float(eps), mixed.stride(0), a.stride(0),
-        b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1], k_heads,
-        v_heads, key, value, min(way.columns, value), window.target is not None, state.target is not None,
-        norm is not None, spans.single, way.stages, way.once, way.ahead and state.pool.is_cuda, pdl.enabled(),
+        state.pool, state.source, or_source(state), gate, scale, out, float(eps), spans.rows, mixed.stride(0),
+        a.stride(0), b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1],
+        k_heads, v_heads, key, value, min(way.groups, value // 16), window.target is not None,
+        state.target is not None, norm is not None, spans.single, resident > 0, way.stages, pdl.enabled(),
     )  # fmt: skip
-    return (v_heads, spans.rows), arguments, {"num_warps": way.warps, **pdl.options()}
+    options = {"num_warps": way.warps, **pdl.options()}
+    if way.registers and state.pool.is_cuda:
+        options["maxnreg"] = way.registers
+    return (v_heads, programs), arguments, options
 
 
 def way_for(matrices: int, key: int, value: int) -> Way:
     """How a step of so many *matrices* ``[key, value]`` is divided."""
     if key == value == 128:
         return next(way for most, way in _WAYS if most is None or matrices <= most)
-    return Way(value, max(key * value // _WARP, 1))
+    return Way(max(key * value // _WARP, 1))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def or_source(slots: StateSlots) -> Tensor:

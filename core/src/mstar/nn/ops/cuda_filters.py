@@ -31,16 +31,31 @@ import triton.language as tl
 from torch import Tensor
 
 from mstar.nn.ops import pdl
-from mstar.nn.ops.cuda_sampling_rows import best_of, filters_of, key_of, parameters, score_of, scores
+from mstar.nn.ops.cuda_edits import GROUP
+from mstar.nn.ops.cuda_sampling_rows import (
+    REGISTERS,
+    best_of,
+    filters_of,
+    key_of,
+    launched,
+    parameters,
+    score_of,
+    scores,
+    some_scores,
+)
+from mstar.nn.sampling import Changes
 
 __all__ = ["Filtered", "apply_filters"]
 
 ROOM = tl.constexpr(16384)
 """Tokens of a row that the buffer holds."""
 
-_SMALL = ["slots", "floats", "top_ks", "tops", "sums", "bounds", "found", "lines", "kept", "thresholds", "weights"]
+_SMALL = [
+    "slots", "floats", "which", "words", "histories", "top_ks", "tops", "sums", "bounds", "found", "lines", "kept",
+    "thresholds", "weights",
+]  # fmt: skip
+_PIECES = tl.constexpr(512)  # of eight neighbours, which are read together
 _SAMPLE = tl.constexpr(4096)
-_PIECE = tl.constexpr(8)  # neighbours that are read together: 32 bytes
 _STEPS = tl.constexpr(24)  # halvings of 2**32 keys: to a part in 2**15 of a score
 _SURE = tl.constexpr(4.0)  # standard deviations
 _UNSEEN = tl.constexpr(10.0)  # so many tokens may be there of which the sample has none: e**-10
@@ -60,8 +75,10 @@ def _least_by_min_p(min_p, best):
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _bracket(
-    logits, slots, floats, top_ks, tops, sums, bounds, found,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block_lanes: tl.constexpr,
+    logits, slots, floats, which, words, histories, marks, flags, top_ks,
+    tops, sums, bounds, found,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block_lanes: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
     """Between which scores each row's threshold lies: from the low end to below the high end."""
@@ -81,7 +98,11 @@ def _bracket(
     if by_count | by_weight:
         low, high = tl.full((), float("-inf"), tl.float32), tl.full((), float("inf"), tl.float32)
         if (vocab > _SAMPLE) & numbers:
-            low, high = _estimate(logits + row * stride, scale, best, total, top_k, top_p, by_count, vocab)
+            edits = (slots, floats, which, words, histories, marks, flags)
+            group = tl.arange(0, _PIECES) * (vocab // GROUP) // _PIECES
+            inside = (group < vocab // GROUP)[:, None]  # all of them
+            x = some_scores(logits + row * stride, group, inside, row, edits, scale, columns, vocab, changed)
+            low, high = _estimate(x, best, total, top_k, top_p, by_count, vocab)
         if by_count & by_weight:
             high = float("inf")  # what top-p is a share of is known when top-k's threshold is
         else:
@@ -96,15 +117,12 @@ def _bracket(
 
 
 @triton.jit
-def _estimate(line, scale, best, total, top_k, top_p, by_count, vocab: tl.constexpr):
-    """A bracket from a sample, by halving the range of keys for both of its ends.
+def _estimate(x, best, total, top_k, top_p, by_count, vocab: tl.constexpr):
+    """A bracket from the sample *x*, by halving the range of keys for both of its ends.
 
     By count: the tokens from a score on, which shall be *top_k*. By weight: what the tokens below it weigh, which shall
     be 1 − *top_p* of the total.
     """
-    piece = tl.arange(0, _SAMPLE // _PIECE)[:, None]
-    at = (piece * (vocab // _PIECE) // (_SAMPLE // _PIECE)) * _PIECE + tl.arange(0, _PIECE)[None, :]
-    x = tl.load(line + at).to(tl.float32) * scale
     amount = tl.where(by_count, 1.0, tl.exp(x - best))
     share = tl.full((), _SAMPLE / vocab, tl.float64)
     goal = tl.where(by_count, top_k.to(tl.float64), (1 - top_p.to(tl.float64)) * total) * share
@@ -145,8 +163,10 @@ def _sampled(x, amount, score, other, by_count):
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _collect(
-    logits, slots, floats, top_ks, bounds, found, lines, kept, weights,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
+    logits, slots, floats, which, words, histories, marks, flags, top_ks,
+    bounds, found, lines, kept, weights,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
     """Weigh and count what is above the bracket, keep what is within."""
@@ -160,7 +180,8 @@ def _collect(
     low, high = tl.load(bounds + row * _BOUNDS).to(tl.float32), tl.load(bounds + row * _BOUNDS + 1).to(tl.float32)
     if low == float("inf"):
         return
-    x = scores(logits, row, index, scale, stride, vocab, block)
+    edits = (slots, floats, which, words, histories, marks, flags)
+    x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
     weight, above, begin = tl.full((), 0.0, tl.float32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if high < float("inf"):
         best = tl.load(bounds + row * _BOUNDS + 2).to(tl.float32)
@@ -186,19 +207,28 @@ def _shares(x, best, by_count):
 
 
 @triton.jit
-def _some(values, start, count, scale, threads: tl.constexpr, each: tl.constexpr):
-    """Scores of so many neighbours a thread, ``[threads, each]``; minus infinity from *count* on."""
-    at = start + tl.arange(0, threads)[:, None] * each + tl.arange(0, each)[None, :]
-    return tl.load(values + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
+def _some(
+    source, start, count, scale,
+    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
+):  # fmt: skip
+    """Scores of so many neighbours a thread from *start*, ``[threads, each]``; minus infinity from *count* on."""
+    line, row, edits = source
+    group = start // GROUP + tl.arange(0, threads * each // GROUP)
+    inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :] < count
+    x = some_scores(line, group, inside, row, edits, scale, columns, vocab, changed)
+    return tl.reshape(x, (threads, each))
 
 
 @triton.jit
-def _ends(values, count, scale, best, by_count, least, threads: tl.constexpr, each: tl.constexpr):
+def _ends(
+    source, count, scale, best, by_count, least,
+    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
+):  # fmt: skip
     """The sum of the amounts from *least* on, the smallest key that is there, and the largest."""
     amount = tl.zeros((threads,), tl.int64)
     smallest, largest = tl.full((threads,), 1 << 32, tl.int64), tl.full((threads,), -1, tl.int64)
     for start in tl.range(0, count, threads * each):
-        x = _some(values, start, count, scale, threads, each)
+        x = _some(source, start, count, scale, columns, vocab, changed, threads, each)
         counts = (x >= least) & (x > float("-inf"))
         amount += tl.sum(tl.where(counts, _shares(x, best, by_count), 0), 1)
         key = key_of(x)
@@ -219,8 +249,8 @@ def _by_digit(own, amount, first: tl.constexpr, step: tl.constexpr):
 
 @triton.jit
 def _search(
-    values, count, scale, best, by_count, least, smallest, largest, base, target,
-    threads: tl.constexpr, each: tl.constexpr,
+    source, count, scale, best, by_count, least, smallest, largest, base, target,
+    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
 ):  # fmt: skip
     """The key of the least score of which the amounts above it, and *base*, are less than *target*.
 
@@ -234,7 +264,7 @@ def _search(
     while shift >= 0:
         amounts = tl.zeros((threads, 2, 2, 2, 2), tl.int64)
         for start in tl.range(0, count, threads * each):
-            x = _some(values, start, count, scale, threads, each)
+            x = _some(source, start, count, scale, columns, vocab, changed, threads, each)
             own = (key_of(x) - prefix) >> shift  # beyond 0…15: settled before
             amounts += _by_digit(own, tl.where(x >= least, _shares(x, best, by_count), 0), 0, 1)
         held = tl.reshape(tl.sum(amounts, 0), (_DIGITS,))
@@ -248,19 +278,21 @@ def _search(
 
 @triton.jit
 def _thresholds(
-    values, count, scale, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
-    threads: tl.constexpr, each: tl.constexpr,
+    source, count, scale, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
+    columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, threads: tl.constexpr, each: tl.constexpr,
 ):  # fmt: skip
-    """The threshold of top-k and then top-p among *values*, and whether it is right.
+    """The threshold of top-k and then top-p among the scores of *source*, and whether it is right.
 
-    :param above: how many tokens there are beside and above *values*, and *heavier* their shares. :param surely:
-        whether all that there is below *values* is out, or nothing is there.
+    :param above: how many tokens there are beside and above them, and *heavier* their shares. :param surely:
+        whether all that there is below them is out, or nothing is there.
     """
     threshold, right = tl.full((), float("-inf"), tl.float32), tl.full((), True, tl.int1)
     for turn in range(2):
         counting = turn == 0
         if tl.where(counting, by_count, by_weight):
-            amount, smallest, largest = _ends(values, count, scale, best, counting, threshold, threads, each)
+            amount, smallest, largest = _ends(
+                source, count, scale, best, counting, threshold, columns, vocab, changed, threads, each
+            )
             base = tl.where(counting, above, heavier)
             whole = tl.where(by_count, amount.to(tl.float64), total * _SHARE)  # top-p of what top-k has left
             target = tl.where(counting, top_k, (top_p.to(tl.float64) * whole).to(tl.int64))
@@ -271,7 +303,21 @@ def _thresholds(
                 right = right & surely  # all of them are kept
             else:
                 key = _search(
-                    values, count, scale, best, counting, threshold, smallest, largest, base, target, threads, each
+                    source,
+                    count,
+                    scale,
+                    best,
+                    counting,
+                    threshold,
+                    smallest,
+                    largest,
+                    base,
+                    target,
+                    columns,
+                    vocab,
+                    changed,
+                    threads,
+                    each,
                 )
                 threshold = score_of(key)
     return threshold, right
@@ -279,8 +325,10 @@ def _thresholds(
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _settle(
-    logits, slots, floats, top_ks, bounds, found, lines, kept, weights, thresholds,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block_lanes: tl.constexpr,
+    logits, slots, floats, which, words, histories, marks, flags, top_ks,
+    bounds, found, lines, kept, weights, thresholds,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block_lanes: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
     """Each row's threshold. In *found*: −1 when it was looked for among all logits, and the bracket says nothing."""
@@ -303,17 +351,18 @@ def _settle(
         heavier = tl.load(weights + row * blocks + lane, mask=there, other=0).to(tl.float64)
         number = tl.load(found + row)
         right = number <= ROOM
+        edits = (slots, floats, which, words, histories, marks, flags)
         if right:
             surely = (low == float("-inf")) | (low <= least)
             threshold, right = _thresholds(
-                kept + row * ROOM, number, 1.0, best, total, top_k, top_p, by_count, by_weight,
-                above, (tl.sum(heavier, 0) * _SHARE).to(tl.int64), surely, 256, 4,
+                (kept + row * ROOM, row, edits), number, 1.0, best, total, top_k, top_p, by_count, by_weight,
+                above, (tl.sum(heavier, 0) * _SHARE).to(tl.int64), surely, columns, vocab, False, 256, 4,
             )  # fmt: skip
         if not right:
             nothing = tl.full((), 0, tl.int64)
             threshold, _ = _thresholds(
-                logits + row * stride, vocab, scale, best, total, top_k, top_p, by_count, by_weight,
-                nothing, nothing, True, 256, 16,
+                (logits + row * stride, row, edits), vocab, scale, best, total, top_k, top_p, by_count, by_weight,
+                nothing, nothing, True, columns, vocab, changed, 256, 16,
             )  # fmt: skip
             tl.store(found + row, -1)
         threshold = tl.maximum(tl.minimum(threshold, best), least)
@@ -322,8 +371,10 @@ def _settle(
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _weigh(
-    logits, slots, floats, top_ks, bounds, found, lines, kept, weights, thresholds,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
+    logits, slots, floats, which, words, histories, marks, flags, top_ks,
+    bounds, found, lines, kept, weights, thresholds,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
     """Add to each block's weight what its tokens in the buffer weigh that are kept."""
@@ -339,7 +390,8 @@ def _weigh(
         return
     threshold, place = tl.load(thresholds + row), row * blocks + index
     if tl.load(found + row) < 0:
-        x = scores(logits, row, index, scale, stride, vocab, block)
+        edits = (slots, floats, which, words, histories, marks, flags)
+        x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
         tl.store(weights + place, tl.sum(tl.where(x >= threshold, tl.exp(x - best), 0.0), 0))
         return
     number, begin = tl.load(lines + place * _LINE + 1), tl.load(lines + place * _LINE + 2)
@@ -367,7 +419,15 @@ class Filtered(NamedTuple):
 
 
 def apply_filters(
-    logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, tops: Tensor, sums: Tensor, block: int, warps: int
+    logits: Tensor,
+    slots: Tensor,
+    floats: Tensor,
+    top_k: Tensor,
+    tops: Tensor,
+    sums: Tensor,
+    block: int,
+    warps: int,
+    changes: Changes | None = None,
 ) -> Filtered:
     """Threshold and weights of the rows that use top-k, top-p or min-p.
 
@@ -375,18 +435,19 @@ def apply_filters(
         exponentials relative to it. :param warps: of kernels that work on a block.
     """
     rows, blocks = tops.shape
-    vocab = logits.shape[1]
-    sizes = (floats.stride(0), logits.stride(0), vocab, blocks)
+    row, sizes = launched(logits, slots, floats, changes)
+    row, sizes = (*row, top_k), (*sizes, blocks)
     lanes, early, options = triton.next_power_of_2(blocks), pdl.enabled(), pdl.options()
     bounds = logits.new_empty((rows, 4), dtype=torch.float64)
     kept = logits.new_empty((rows, ROOM.value), dtype=torch.float32)
     weights, thresholds = torch.empty_like(tops), tops.new_empty((rows,))
     found = logits.new_empty((rows,), dtype=torch.int32)
     lines = logits.new_empty((rows, blocks, 3), dtype=torch.int32)
-    row = (logits, slots, floats, top_k)
     _bracket[(rows,)](*row, tops, sums, bounds, found, *sizes, lanes, early, num_warps=8, **options)
     collected = (bounds, found, lines, kept, weights)
-    _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, maxnreg=64, **options)
+    _collect[(rows, blocks)](*row, *collected, *sizes, block, early, num_warps=warps, maxnreg=REGISTERS, **options)
     _settle[(rows,)](*row, *collected, thresholds, *sizes, lanes, early, num_warps=8, maxnreg=128, **options)
-    _weigh[(rows, blocks)](*row, *collected, thresholds, *sizes, block, early, num_warps=warps, **options)
+    _weigh[(rows, blocks)](
+        *row, *collected, thresholds, *sizes, block, early, num_warps=min(warps, 4), maxnreg=REGISTERS, **options
+    )
     return Filtered(thresholds, weights, found)

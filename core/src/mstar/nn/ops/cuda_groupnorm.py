@@ -4,7 +4,8 @@ PyTorch's group norm on CUDA orders its input by channel first and leaves it so 
 Between convolutions that want channels last a picture is then copied there and back, and the activation reads it once
 more. Here it is read twice and written once, whatever its size:
 
-1. *moments*: each program takes one piece of the points and gives mean and sum of squared distances of every channel;
+1. *moments*: each program takes one piece of the points and gives mean and sum of squared distances of every channel.
+   Each of its lanes follows a few channels through all tiles of the piece (Welford 1962); they are joined at the end;
 2. *factors*: pieces and the channels of a group are joined (Chan, Golub, LeVeque 1979: no difference of large sums),
    and the norm becomes one factor and one addend a channel;
 3. *apply*.
@@ -27,9 +28,9 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _TILE = 8192
 """Elements that a program holds at once: 32 a thread of 8 warps."""
-_PIECES = 1024
+_PIECES = 512
 """Most pieces of a picture: enough programs for any device, and few enough to be joined by one."""
-_JOINED = 128
+_JOINED = 256
 """Pieces that are joined at a time."""
 
 
@@ -47,26 +48,25 @@ def _moments(
     begin = number * tiles * tile
     end = tl.minimum(begin + tiles * tile, points)
     channel = tl.arange(0, block)
-    mean = tl.zeros((block,), tl.float32)
-    square = tl.zeros((block,), tl.float32)
-    seen = 0.0
-    for turn in tl.range(0, tiles):
-        first = begin + turn * tile
-        point = first + tl.arange(0, tile)
-        inside = (point < end)[:, None] & (channel < channels)[None, :]
+    mean = tl.zeros((tile, block), tl.float32)
+    square = tl.zeros((tile, block), tl.float32)
+    seen = tl.zeros((tile,), tl.float32)
+    for turn in tl.range(0, tiles, num_stages=3):  # the next tiles are on their way meanwhile
+        point = begin + turn * tile + tl.arange(0, tile)
+        real = point < end  # the last piece may have fewer tiles
+        inside = real[:, None] & (channel < channels)[None, :]
         at = (row * points + point)[:, None] * channels + channel[None, :]
         value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
-        count = tl.maximum(tl.minimum(end - first, tile), 0).to(tl.float32)  # the last piece may have fewer tiles
-        here = tl.sum(value, 0) / tl.maximum(count, 1)
-        apart = tl.where(inside, value - here[None, :], 0)
-        total = seen + count
-        moved = here - mean
-        square += tl.sum(apart * apart, 0) + moved * moved * (seen * count / total)
-        mean += moved * (count / total)
-        seen = total
+        seen += tl.where(real, 1.0, 0.0)
+        moved = tl.where(inside, value - mean, 0)
+        mean += moved * (1 / tl.maximum(seen, 1))[:, None]
+        square += moved * (value - mean)
+    count = tl.sum(seen, 0)
+    middle = tl.sum(mean * seen[:, None], 0) / tl.maximum(count, 1)
+    apart = mean - middle[None, :]
     at = (row * tl.num_programs(0) + number) * channels + channel
-    tl.store(means + at, mean, mask=channel < channels)
-    tl.store(squares + at, square, mask=channel < channels)
+    tl.store(means + at, middle, mask=channel < channels)
+    tl.store(squares + at, tl.sum(square + apart * apart * seen[:, None], 0), mask=channel < channels)
 
 
 @triton.jit

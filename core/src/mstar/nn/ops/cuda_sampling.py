@@ -10,7 +10,7 @@ and in any batch, and a captured graph holds nobody's parameters.
 3. :func:`_choose`: the best token of greedy rows; for the others the block and the token in it where the cumulative
    sum passes the uniform number.
 
-:mod:`mstar.nn.ops.cuda_edits` changes logits before that.
+Masks and penalties change what each of them reads (:mod:`mstar.nn.ops.cuda_edits`).
 
 Sums within a block are float32, as the reference's are; across blocks float64. The draw itself runs over integers:
 shares of 2**52, whose sums are exact in any order, so that a token of weight 0 cannot be drawn by rounding.
@@ -27,26 +27,31 @@ from torch import Tensor
 
 from mstar.nn.ops import pdl
 from mstar.nn.ops.cuda_filters import apply_filters
-from mstar.nn.ops.cuda_sampling_rows import best_of, filters_of, parameters, scores
+from mstar.nn.ops.cuda_sampling_rows import REGISTERS, best_of, filters_of, launched, parameters, scores
+from mstar.nn.sampling import Changes
 
 __all__ = ["Summary", "sample", "summarise"]
 
 _BLOCK = 4096
 # Where these begin depends on the number of rows, which shall not make a variant of a kernel.
-_SMALL = ["slots", "floats", "top_ks", "uniforms", "tops", "sums", "places", "thresholds", "sums_filtered", "ids"]
+_SMALL = [
+    "slots", "floats", "which", "words", "histories", "top_ks", "uniforms", "tops", "sums", "places", "thresholds",
+    "sums_filtered", "ids",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _summarise(
-    logits, slots, floats, tops, sums, places,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
-    early: tl.constexpr,
+    logits, slots, floats, which, words, histories, marks, flags, tops, sums, places,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1)
     _, scale, _, _, _ = parameters(slots, floats, row, columns)
-    x = scores(logits, row, index, scale, stride, vocab, block)
+    edits = (slots, floats, which, words, histories, marks, flags)
+    x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
     wrong = tl.max((x != x).to(tl.int32), 0) != 0
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, 0)
@@ -79,10 +84,11 @@ def _find(weights, uniform):
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def _choose(
-    logits, slots, floats, top_ks, uniforms, tops, sums, places, thresholds, sums_filtered, ids,
+    logits, slots, floats, which, words, histories, marks, flags,
+    top_ks, uniforms, tops, sums, places, thresholds, sums_filtered, ids,
     filters: tl.constexpr,
-    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr,
-    block_lanes: tl.constexpr, early: tl.constexpr,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr, blocks: tl.constexpr,
+    block: tl.constexpr, block_lanes: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
@@ -103,7 +109,8 @@ def _choose(
             threshold = tl.load(thresholds + row)
             held = tl.load(sums_filtered + row * blocks + lane, mask=lane < blocks, other=0)
     index, rest = _find(held.to(tl.float64), tl.load(uniforms + row))
-    x = scores(logits, row, index, scale, stride, vocab, block)
+    edits = (slots, floats, which, words, histories, marks, flags)
+    x = scores(logits, row, index, edits, scale, columns, stride, vocab, block, changed)
     weights = tl.where(x >= threshold, tl.exp(x - best), 0.0)
     within, _ = _find(weights.to(tl.float64), tl.minimum(tl.maximum(rest, 0.0), 1.0))
     tl.store(ids + row, (index * block + within).to(tl.int64))
@@ -119,7 +126,7 @@ class Summary(NamedTuple):
     warps: int
 
 
-def summarise(logits: Tensor, slots: Tensor, floats: Tensor) -> Summary:
+def summarise(logits: Tensor, slots: Tensor, floats: Tensor, changes: Changes | None = None) -> Summary:
     """Look at every logit once. Arguments as in :func:`sample`."""
     rows, vocab = logits.shape
     block = min(max(triton.next_power_of_2(vocab), 16), _BLOCK)
@@ -127,18 +134,27 @@ def summarise(logits: Tensor, slots: Tensor, floats: Tensor) -> Summary:
     tops, sums = logits.new_empty((2, rows, blocks), dtype=torch.float32).unbind(0)
     places = logits.new_empty((rows, blocks), dtype=torch.int32)
     warps = min(max(block // 512, 1), 8)
+    row, sizes = launched(logits, slots, floats, changes)
     _summarise[(rows, blocks)](
-        logits, slots, floats, tops, sums, places,
-        floats.stride(0), logits.stride(0), vocab, blocks, block, pdl.enabled(), num_warps=warps, **pdl.options(),
+        *row, tops, sums, places, *sizes, blocks, block, pdl.enabled(),
+        num_warps=warps, maxnreg=REGISTERS, **pdl.options(),
     )  # fmt: skip
     return Summary(tops, sums, places, block, warps)
 
 
-def sample(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, uniforms: Tensor, filters: bool) -> Tensor:
+def sample(
+    logits: Tensor,
+    slots: Tensor,
+    floats: Tensor,
+    top_k: Tensor,
+    uniforms: Tensor,
+    filters: bool,
+    changes: Changes | None = None,
+) -> Tensor:
     """One token per row: int64 ``[rows]``, −1 for a row that holds a NaN or +inf, or nothing else than −inf.
 
     Everything is read on the device when the kernels run, so that a captured graph replays with what the tensors then
-    hold; *filters* alone is fixed by a capture.
+    hold; *filters* alone, and whether there are *changes*, is fixed by a capture.
 
     :param logits: float32, bfloat16 or float16 ``[rows, vocab]``, not changed.
     :param slots: int64 ``[rows]``: each row's line in the parameters of all slots: *floats*, float32 with the columns
@@ -146,23 +162,25 @@ def sample(logits: Tensor, slots: Tensor, floats: Tensor, top_k: Tensor, uniform
     :param uniforms: float64 ``[rows]`` in [0, 1), one number each; greedy rows read none.
     :param filters: whether top-k, top-p and min-p are heeded. ``True`` is right for any rows and costs four kernels
         more, of which one reads all logits of the rows that use them; ``False`` where no row does.
+    :param changes: masks and penalties, applied in float32 to what is read of the logits.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    rows, vocab = logits.shape
+    rows = logits.shape[0]
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return ids
-    known = summarise(logits, slots, floats)
+    known = summarise(logits, slots, floats, changes)
     blocks = known.tops.shape[1]
     thresholds, weights = known.tops, known.sums  # without filters they are not read
     if filters:
         thresholds, weights, _ = apply_filters(
-            logits, slots, floats, top_k, known.tops, known.sums, known.block, known.warps
+            logits, slots, floats, top_k, known.tops, known.sums, known.block, known.warps, changes
         )
+    row, sizes = launched(logits, slots, floats, changes)
     _choose[(rows,)](
-        logits, slots, floats, top_k, uniforms, known.tops, known.sums, known.places, thresholds, weights, ids, filters,
-        floats.stride(0), logits.stride(0), vocab, blocks, known.block, triton.next_power_of_2(blocks), pdl.enabled(),
+        *row, top_k, uniforms, known.tops, known.sums, known.places, thresholds, weights, ids, filters,
+        *sizes, blocks, known.block, triton.next_power_of_2(blocks), pdl.enabled(),
         num_warps=known.warps, **pdl.options(),
     )  # fmt: skip
     return ids

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from mstar.nn.ops.cuda_edits import GROUP, edited
+from mstar.nn.sampling import Changes
 
 __all__ = [
     "GREEDY",
     "INVERSE_TEMPERATURE",
     "MIN_P",
+    "REGISTERS",
     "TOP_P",
     "best_of",
     "filters_of",
     "key_of",
+    "launched",
     "parameters",
     "score_of",
     "scores",
+    "some_scores",
 ]
 
 # The columns of the slots' parameters that are read.
 INVERSE_TEMPERATURE, TOP_P, MIN_P, GREEDY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(6)
+
+
+REGISTERS = 64
+"""Of a thread, in kernels that read all logits: as many programs run at once as it takes to keep memory busy. What goes
+to memory for want of them belongs to branches that few blocks take."""
 
 
 @triton.jit
@@ -40,10 +52,31 @@ def filters_of(top_ks, slot, top_p, min_p, greedy, vocab: tl.constexpr):
 
 
 @triton.jit
-def scores(logits, row, block_index, scale, stride: tl.constexpr, vocab: tl.constexpr, block: tl.constexpr):
-    """The scores of one block after temperature, float32; minus infinity beyond the vocabulary."""
-    at = block_index * block + tl.arange(0, block)
-    return tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32) * scale
+def some_scores(
+    line, group, inside, row, edits, scale, columns: tl.constexpr, vocab: tl.constexpr, changed: tl.constexpr
+):
+    """Scores of groups of eight neighbouring tokens, ``[n, 8]``, after edits and temperature, float32.
+
+    :param line: the row's logits. :param group: ``[n]``. :param inside: which tokens there are; others get minus
+        infinity. :param changed: whether *edits* are heeded, see :func:`mstar.nn.ops.cuda_edits.edited`.
+    """
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(line + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if changed:
+        x = edited(x, group, row, edits, columns, vocab)
+    return x * scale
+
+
+@triton.jit
+def scores(
+    logits, row, block_index, edits, scale,
+    columns: tl.constexpr, stride: tl.constexpr, vocab: tl.constexpr, block: tl.constexpr, changed: tl.constexpr,
+):  # fmt: skip
+    """The scores of one block, ``[block]``, as :func:`some_scores` has them; minus infinity beyond the vocabulary."""
+    group = block_index * (block // GROUP) + tl.arange(0, block // GROUP)
+    inside = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :] < vocab
+    x = some_scores(logits + row * stride, group, inside, row, edits, scale, columns, vocab, changed)
+    return tl.reshape(x, (block,))
 
 
 @triton.jit
@@ -68,3 +101,16 @@ def score_of(key):
     bits = key.to(tl.uint32)
     bits = tl.where(bits < 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
     return bits.to(tl.float32, bitcast=True)
+
+
+def launched(
+    logits: Tensor, slots: Tensor, floats: Tensor, changes: Changes | None
+) -> tuple[tuple[Tensor, ...], tuple[int | bool, ...]]:
+    """The arguments with which every kernel begins, and the constants with which these begin: columns, stride, vocab,
+    changed."""
+    # What is not read is any tensor whose place in memory makes no variant of a kernel.
+    edits = (slots, slots, slots, logits, logits)
+    if changes is not None:
+        assert changes.flags is not None
+        edits = (changes.which, changes.words, changes.histories, changes.marks, changes.flags)
+    return (logits, slots, floats, *edits), (floats.stride(0), logits.stride(0), logits.shape[1], changes is not None)

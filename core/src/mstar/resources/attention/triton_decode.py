@@ -19,12 +19,14 @@ from mstar.nn.rotary import Rotation
 from mstar.resources.attention.base import KVBatch
 from mstar.resources.attention.memory import KVMemory
 
-__all__ = ["ROWS", "FewRows", "RowsPlan"]
+__all__ = ["ROWS", "WIDE_ROWS", "FewRows", "RowsPlan"]
 
-ROWS = 32
-"""Most rows of a step that it serves, those that pad a captured step included; 0: none. Measured on an H200
-(``benchmarks/gpu_decode_attention.py``): with 32 rows 1.12 times as fast as FlashInfer and ``rotate_store``, with 64
-0.9 times."""
+ROWS, WIDE_ROWS = 32, 128
+"""Most rows of a step that it serves, those that pad a captured step included; 0: none. The second is for heads of 256.
+Measured on an H200 (``benchmarks/gpu_decode_attention.py``): with heads of 128 it is 1.12 times as fast as FlashInfer
+and ``rotate_store`` with 32 rows, 0.9 times with 64; with 4 key heads of 256 and contexts of 1,024 1.09 times with 32
+rows, 1.10 with 64, 1.06 with 128."""
+_WIDE = 256
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
@@ -33,6 +35,11 @@ def _kernels(device: torch.device) -> ModuleType | None:
     from mstar.nn.ops import cuda_attention
 
     return cuda_attention
+
+
+def _served(memory: KVMemory) -> int:
+    """Most rows of a step over *memory* that it serves."""
+    return WIDE_ROWS if memory.head_dim == _WIDE else ROWS
 
 
 class FewRows:
@@ -48,15 +55,15 @@ class FewRows:
 
         :param tables: on the device, as ``decode_heads`` takes them. :param page: tokens of a page in them.
         """
-        rows, device = len(batch.lengths), memory.data.device
-        if not 0 < rows <= ROWS or batch.step_kv != "written" or (batch.lengths != 1).any():
+        rows, device, served = len(batch.lengths), memory.data.device, _served(memory)
+        if not 0 < rows <= served or batch.step_kv != "written" or (batch.lengths != 1).any():
             return None
         kernels = _kernels(device)
         if kernels is None or not kernels.takes(memory.dtype, memory.head_dim):
             return None
         key = (device, memory.kv_heads, memory.head_dim)
         if key not in self._scratch:
-            most = max(count * memory.kv_heads * self._splits(kernels, count, memory) for count in range(1, ROWS + 1))
+            most = max(count * memory.kv_heads * self._splits(kernels, count, memory) for count in range(1, served + 1))
             self._scratch[key] = kernels.Scratch(most, memory.head_dim, device)
         return RowsPlan(kernels, memory, page, tables, self._scratch[key], self._splits(kernels, rows, memory), batch)
 

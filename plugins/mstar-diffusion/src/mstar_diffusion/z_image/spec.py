@@ -19,7 +19,10 @@ class ZImageKnobs(ImageKnobs):
         0.0, ge=0, le=20, description="How much further from `negative_prompt`; 0, as the turbo was trained, is off."
     )
     negative_prompt: str = Field(
-        "", max_length=4000, description="What the picture shall not show, with guidance.", strict=True
+        "",
+        max_length=100_000,
+        description="What the picture shall not show, with guidance: up to 512 tokens.",
+        strict=True,
     )
 
 

@@ -121,8 +121,12 @@ def parse_blend(expression: str, param: str = "voice") -> dict[str, float]:
     if len(parts) > _MOST:
         raise RequestError(f"{param!r} blends {len(parts)} voices; {_MOST} are the limit", param=param)
     weights: dict[str, float] = {}
-    for part in parts:
+    for number, part in enumerate(parts, 1):
         found = _PART.fullmatch(part)
+        if found is None and not part.strip():
+            rest = "+".join(filter(None, map(str.strip, parts)))
+            message = f"{param!r}: part {number} of the blend {expression[:80]!r} is empty"
+            raise RequestError(message + (f"; did you mean {rest[:80]!r}?" if rest else ""), param=param)
         if found is None:
             message = f"{param!r}: {part.strip()[:80]!r} is neither a voice nor a voice with its weight, as in "
             raise RequestError(message + "'af_bella(2)+af_sky(1)'", param=param)

@@ -102,7 +102,7 @@ class OrpheusProcessor(Processor):
 
     def renderer(self, task: Task, prepared: Prepared) -> Renderer:
         overlap = min(round(self.options.overlap_ms * self.snac.rate / 1000), self.snac.frame_samples)
-        return _Sound(self.snac.rate, overlap)
+        return _Sound(self.snac.rate, overlap, self.snac.frame_samples)
 
     def _most(self, text: str) -> int:
         """Tokens that *text* may take: a model that does not find its end is cut there."""
@@ -127,13 +127,18 @@ def _check(task: SpeechTask | GenerateTask) -> None:
 
 
 class _Sound(Renderer):
-    def __init__(self, rate: int, overlap: int):
-        self._rate, self._fade = rate, Crossfade(overlap)
+    """The sound; of an answer that ended within its first frame a frame of silence, since its client waits for a file
+    that can be played. *frame*: its samples."""
+
+    def __init__(self, rate: int, overlap: int, frame: int):
+        self._rate, self._fade, self._frame = rate, Crossfade(overlap), frame
+        self._heard = False
 
     def feed(self, event: Emit) -> Iterable[Delta]:
+        self._heard = self._heard or len(event.data) > 0
         yield AudioDelta(self._fade.feed(np.asarray(event.data, np.float32)), self._rate)
 
     def finish(self, done: Done | None) -> Iterable[Delta]:
-        held = self._fade.finish()
+        held = self._fade.finish() if self._heard else np.zeros(self._frame, np.float32)
         if len(held):
             yield AudioDelta(held, self._rate)

@@ -1,33 +1,26 @@
-"""Qwen3.5's vision tower on a GPU: right beside transformers, then pictures a second beside what the device allows.
+"""Qwen3.5's vision tower: right beside transformers, then pictures a second beside what the device allows.
 
-    python benchmarks/vision_gpu.py --out FILE.json                             # the towers of 4B and 9B: five minutes
-    python benchmarks/vision_gpu.py --shapes tiny --device cpu --out FILE.json  # does it work? no figures
-
-Random weights at the published shapes of the tower, before a language model that costs next to nothing. Pictures are
+Random weights at the published shape of the tower, before a language model that costs next to nothing. Pictures are
 noise, new in each round, prepared before the clock runs; a round ends when each request has its first token. Measured
 through a worker, with captured graphs and as plain calls, and transformers' tower on the same patches, in the same run.
-The floor is the tower's operations at the rate of a large product. NOTES.md says what each figure means.
+The floor is the tower's operations at the rate of a large product.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import environment, table
-from gpu.floors import gemm_rate
-from gpu.hybrid import SHAPES, HybridShape, publish
-from gpu.report import write
 
+from gpu.hybrid import SHAPES, publish
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
 from mstar.settings import Settings
@@ -36,8 +29,10 @@ from mstar.testing.drive import Driver
 from mstar.testing.examples import Example
 from mstar_qwen3.vision_config import VisionConfig
 
-ROUNDS, WARM = 8, 3
-"""Rounds that count, and those before: a step of pictures is captured when it has come twice."""
+__all__ = ["tower", "tower_rows"]
+
+WARM = 3
+"""Rounds before those that count: a step of pictures is captured when it has come twice."""
 
 
 @dataclass(frozen=True)
@@ -63,44 +58,33 @@ LOADS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="4b,9b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    settings = {"shapes": arguments.shapes, "device": arguments.device, "rounds": ROUNDS}
-    found: dict[str, Any] = {"name": "vision_gpu", "environment": environment(), "settings": settings, "results": {}}
-    for name in arguments.shapes.split(","):
-        mine = found["results"][name] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            measure(name, Path(folder), arguments.device, mine, lambda: write(arguments.out, found))
-        show(name, mine)
+def tower(name: str, device: str, rate: float, rounds: int) -> dict[str, Any]:
+    """The tower of shape *name*: its ``check``, then of each load the floor at *rate* operations a second, and medians
+    of *rounds* rounds.
 
-
-def measure(name: str, folder: Path, device: str, found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill *found*, which *save* writes after the check and after each load."""
-    shape = replace(SHAPES["tiny"], vision=SHAPES[name].vision)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    publish(shape, folder, device, dtype)
-    loads = LOADS["tiny" if name == "tiny" else "real"]
-    config = VisionConfig.from_hf(shape.config(400, _IDS)["vision_config"], int(shape.text["hidden_size"]))
-    rate = gemm_rate(torch.device(device), 512 if device == "cpu" else 8192)
-    found.update(gemm_flops_per_s=rate, check=check(folder, device), loads={})
-    save()
-    rows = found["loads"]
-    for load in loads:
-        rows[load.name] = {"floor_s": flops(config, load) / rate}
-        rows[load.name]["transformers_s"] = transformers_s(folder, shape, load, device, dtype)
-        save()
-    for runner in ("graphs", "eager") if device != "cpu" else ("eager",):
-        driver, rng = driven(folder, device, runner), np.random.default_rng(1)
+    :raises RuntimeError: its embeddings are not transformers'.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        shape = replace(SHAPES["tiny"], vision=SHAPES[name].vision)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        publish(shape, folder, device, dtype)
+        found = {"check": check(folder, device)}
+        loads = LOADS["tiny" if name == "tiny" else "real"]
+        config = VisionConfig.from_hf(shape.config(400, _IDS)["vision_config"], int(shape.text["hidden_size"]))
+        rows: dict[str, dict[str, float]] = {load.name: {"floor_s": flops(config, load) / rate} for load in loads}
+        for runner in ("graphs", "eager") if device != "cpu" else ("eager",):
+            driver, rng = driven(folder, device, runner), np.random.default_rng(1)
+            for load in loads:
+                seconds, steps = worker_s(driver, load, rng, rounds)
+                rows[load.name] |= {f"{runner}_s": seconds, f"{runner}_steps": steps}
+            driver.worker.close()
+            del driver
+            gc.collect()
+        theirs, patcher = reference_tower(folder, device, dtype)
         for load in loads:
-            rows[load.name] |= dict(zip((f"{runner}_s", f"{runner}_steps"), worker_s(driver, load, rng), strict=True))
-            save()
-        driver.worker.close()
-        del driver
-        gc.collect()
+            rows[load.name]["transformers_s"] = transformers_s(theirs, patcher, load, device, dtype, rounds)
+        return {**found, "loads": rows}
 
 
 _IDS = dict.fromkeys(("<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"), 0)
@@ -129,7 +113,7 @@ def check(folder: Path, device: str) -> dict[str, float]:
         found["transformers_bfloat16"] = error(reference(folder, grids, device, torch.bfloat16), exact)
     limit = 1e-3 if device == "cpu" else 5e-3  # a GPU's float32 products may be TF32's
     if found["float32"] > limit or found.get("bfloat16", 0) > 2 * found.get("transformers_bfloat16", 1):
-        raise SystemExit(f"the embeddings are not transformers': {found}")
+        raise RuntimeError(f"the embeddings are not transformers': {found}")
     return found
 
 
@@ -192,10 +176,10 @@ def driven(folder: Path, device: str, runner: str, **overrides: Any) -> Driver:
     )
 
 
-def worker_s(driver: Driver, load: Load, rng: np.random.Generator) -> tuple[float, float]:
+def worker_s(driver: Driver, load: Load, rng: np.random.Generator, rounds: int) -> tuple[float, float]:
     """Seconds of a round through *driver*'s worker, the median, and steps of the encoder in each."""
     seconds, before = [], _encoder_steps(driver)
-    for turn in range(WARM + ROUNDS):
+    for turn in range(WARM + rounds):
         prepared = []
         for i in range(load.requests):
             pixels = rng.integers(0, 256, (load.pictures, load.side, load.side, 3), dtype=np.uint8)
@@ -206,29 +190,29 @@ def worker_s(driver: Driver, load: Load, rng: np.random.Generator) -> tuple[floa
             driver.submit_prepared(request, example)
         driver.run()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM:]), (_encoder_steps(driver) - before) / (WARM + ROUNDS)
+    return statistics.median(seconds[WARM:]), (_encoder_steps(driver) - before) / (WARM + rounds)
 
 
 def _encoder_steps(driver: Driver) -> int:
     return sum(entry["steps"] for entry in driver.worker.status()["entries"] if entry["node"] == "encoder")
 
 
-def transformers_s(folder: Path, shape: HybridShape, load: Load, device: str, dtype: torch.dtype) -> float:
+def transformers_s(theirs: Any, patcher: Any, load: Load, device: str, dtype: torch.dtype, rounds: int) -> float:
     """Seconds of the reference's tower on a round's patches, which are on the device already."""
-    tower, patcher = reference_tower(folder, device, dtype)
     side = load.side // patcher.patch
     values = torch.randn(load.count * side * side, 3 * patcher.pair * patcher.patch**2, device=device, dtype=dtype)
     grid = torch.tensor([(1, side, side)] * load.count, device=device)
     seconds = []
     with torch.inference_mode():
-        for _ in range(WARM + ROUNDS):
+        for _ in range(WARM + rounds):
             began = time.perf_counter()
-            tower(values, grid_thw=grid).pooler_output.float().sum().item()
+            theirs(values, grid_thw=grid).pooler_output.float().sum().item()
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[WARM:])
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def tower_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """*found* by :func:`tower` as the lines of a table."""
     rows = []
     for load, row in found["loads"].items():
         best = row.get("graphs_s", row["eager_s"])
@@ -242,8 +226,4 @@ def show(name: str, found: dict[str, Any]) -> None:
                 "over transformers": row["transformers_s"] / best,
             }
         )
-    table(f"vision tower of {name}: {found['check']}", rows, list(rows[0]))
-
-
-if __name__ == "__main__":
-    main()
+    return rows
