@@ -146,6 +146,31 @@ def test_all_of_a_cohort_may_end_before_its_step(caplog: pytest.LogCaptureFixtur
     drive.assert_empty()
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_prompts_that_take_turns_with_decodes_say_what_they_say_together(lookahead: bool) -> None:
+    mini, drive = driver("mini_chat", lookahead, scheduler={"max_mixed_rows": 1, "max_step_tokens": 16})
+    mixed: list[set[bool]] = []
+    plain = drive.worker.engine.launch
+
+    def noted(work: Sequence[Work]) -> list[Flight]:
+        mixed.append({w.call.decode for w in work})
+        return plain(work)
+
+    drive.worker.engine.launch = noted  # type: ignore[method-assign]
+    asked = examples(mini, 12)
+    for number, (name, example) in enumerate(asked.items()):
+        drive.submit(name, example)
+        if number > 2:
+            drive.worker.step()
+    drive.run()
+    for name, example in asked.items():
+        for stream, want in mini.expected(example).items():
+            assert decode(drive.result(name).get(stream, [])) == want
+    assert {True} in mixed
+    assert mixed.count({False}) > mixed.count({True, False})
+    drive.assert_empty()
+
+
 def test_a_scheduler_without_cohorts_gets_an_item_for_each_row() -> None:
     mini, drive = driver("mini_chat")
     rows: list[int] = []
