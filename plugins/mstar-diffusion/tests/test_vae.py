@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,7 @@ from diffusers_pipelines import KINDS, model_of, node_of, step
 
 from mstar.nn import ops
 from mstar.testing.compiling import fresh_compiler
-from mstar_diffusion.vae.blocks import Decoder
+from mstar_diffusion.vae.blocks import Decoder, doubled
 from mstar_diffusion.vae.nodes import VaeDecoder
 from mstar_diffusion.z_image.model import ZImage
 
@@ -138,6 +139,17 @@ def test_channels_stay_last(request: pytest.FixtureRequest, kind: str) -> None:
     assert len(turned) > 10
     assert all(turned)
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("channels", [1, 3, 4, 24])
+@pytest.mark.parametrize("last", [False, True])
+def test_pictures_are_doubled(dtype: torch.dtype, channels: int, last: bool) -> None:
+    x = torch.randn(2, channels, 3, 5, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    got, right = doubled(x), F.interpolate(x, scale_factor=2.0, mode="nearest")
+    assert torch.equal(got, right)
+    assert got.stride() == right.stride()
 
 
 @pytest.mark.parametrize("last", [False, True])

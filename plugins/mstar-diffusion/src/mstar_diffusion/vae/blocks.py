@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from mstar.nn import ops
 
-__all__ = ["Decoder", "Encoder"]
+__all__ = ["Decoder", "Encoder", "doubled"]
 
 _EPS = 1e-6
 
@@ -89,13 +90,27 @@ class Halved(nn.Module):
         return self.conv(F.pad(x, (0, 1, 0, 1)))  # type: ignore[no-any-return]
 
 
+def doubled(x: Tensor) -> Tensor:
+    """``[rows, C, H, W]`` with each point four times: ``[rows, C, 2 * H, 2 * W]``, in the same order in memory.
+
+    Where channels are last it is a copy, of eight bytes at a time: PyTorch's kernel moves single numbers, at a tenth of
+    the bandwidth of a GPU.
+    """
+    points = x.movedim(1, -1)
+    rows, height, width, channels = points.shape
+    if is_compiling() or not points.is_contiguous() or channels * x.dtype.itemsize % 8 or x.is_contiguous():
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+    wide = points.view(torch.int64)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1)
+    return wide.reshape(rows, 2 * height, 2 * width, -1).view(x.dtype).movedim(-1, 1)
+
+
 class Doubled(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))  # type: ignore[no-any-return]
+        return self.conv(doubled(x))  # type: ignore[no-any-return]
 
 
 class Down(nn.Module):
