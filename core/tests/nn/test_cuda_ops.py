@@ -247,7 +247,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     from mstar.nn.ops import cuda_groupnorm as norm
 
     sizes: dict[str, Any] = {"channels": 96, "block": 128, "tile": 64}
-    moments = _compile(norm._moments, "x:bf16 means:fp32 squares:fp32", "points:i32", aligned=True, tiles=4, **sizes)
+    pointers = "x:bf16 added:bf16 means:fp32 squares:fp32"
+    moments = _compile(norm._moments, pointers, "points:i32", aligned=True, tiles=4, adds=False, **sizes)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", moments), "fetched ahead"
     assert "ld.global" not in moments
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
@@ -255,10 +256,12 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
     single = "piece:i32 pieces:i32 eps:fp32"  # an argument that is 1 is a constant to Triton
     assert _compile(norm._factors, pointers, single, points=1, turns=1, **widths)
-    pointers = "x:bf16 factor:fp32 addend:fp32 out:bf16"
-    applied = _compile(norm._apply, pointers, "points:i32", aligned=True, activated=True, **sizes)
-    assert "ld.global.v4" in applied
-    assert "st.global.v4" in applied
+    pointers = "x:bf16 added:bf16 factor:fp32 addend:fp32 out:bf16"
+    applied = _compile(norm._apply, pointers, "points:i32", aligned=True, adds=True, activated=True, **sizes)
+    summed = _compile(norm._add, "x:bf16 y:bf16 added:bf16 out:bf16", "points:i32", aligned=True, **sizes)
+    for code in (applied, summed):
+        assert "ld.global.v4" in code
+        assert "st.global.v4" in code
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
