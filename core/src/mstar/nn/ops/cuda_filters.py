@@ -337,15 +337,20 @@ def _settle(
         mine, middle = (kept + row * ROOM, row, edits), tl.full((), -1, tl.int64)
         surely = (low == float("-inf")) | (low <= least)
         right = tl.full((), False, tl.int1)
-        if number <= 1024:
+        if number <= 2048:
             threshold, right = _thresholds(
                 mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
-                middle, middle, columns, vocab, False, 4, True,
+                middle, middle, columns, vocab, False, 8, True,
             )  # fmt: skip
         elif number <= 4096:
             threshold, right = _thresholds(
                 mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
                 middle, middle, columns, vocab, False, 16, True,
+            )  # fmt: skip
+        elif number <= 8192:
+            threshold, right = _thresholds(
+                mine, number, 1.0, best, total, top_k, top_p, by_count, by_weight, above, heavier, surely,
+                middle, middle, columns, vocab, False, 32, True,
             )  # fmt: skip
         elif number <= ROOM:
             threshold, right = _thresholds(
