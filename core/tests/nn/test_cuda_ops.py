@@ -118,8 +118,8 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("changed", [False, True])
 def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: bool) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_brackets, cuda_sampling
     from mstar.nn.ops import cuda_filters as filters
-    from mstar.nn.ops import cuda_sampling
 
     rows = "logits:bf16 slots:i64 floats:fp32 which:i64 words:i32 histories:i64 marks:i32 flags:u8 "
     sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "changed": changed}
@@ -129,7 +129,7 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     drawn = "top_ks:i64 uniforms:fp64 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(cuda_sampling._choose, rows + blocks + drawn, filters=True, **sizes, **block, **lanes)
     rows += "top_ks:i64 bounds:fp64 found:i32 "
-    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", **sizes, **lanes)
+    assert _compile(cuda_brackets.bracket, rows + "tops:fp32 sums:fp32", **sizes, **lanes)
     kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
     assert _compile(filters._collect, kept + " tops:fp32", warps=8, **sizes, **block)
     assert _compile(filters._settle, kept + " until:i64", warps=8, **sizes, **block, **lanes)
