@@ -9,15 +9,14 @@ pieces, or asked for twice, matrices come slower. :class:`Way` has the ways to d
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mstar.nn.ops import pdl
+from mstar.nn.ops.cuda_attention import _processors
 from mstar.nn.ops.cuda_delta_chunks import gates
 from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
@@ -269,11 +268,6 @@ def way_for(matrices: int, key: int, value: int) -> Way:
     if key == value == 128:
         return next(way for most, way in _WAYS if most is None or matrices <= most)
     return Way(max(key * value // _WARP, 1))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def or_source(slots: StateSlots) -> Tensor:
