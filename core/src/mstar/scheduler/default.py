@@ -115,8 +115,15 @@ class DefaultScheduler(Scheduler):
         """*item* may run; until it is returned, only its ``cancelled`` may change."""
         if item.cancelled:
             return
-        if item.apart is None:
-            self._hold(item)
+        held = self._items.get(item.request)
+        if item.apart is not None:
+            pass  # it is nobody's
+        elif held is None:
+            self._items[item.request] = {item}
+        elif item in held:
+            raise ValueError(f"an item of request {item.request!r} is ready already")
+        else:
+            held.add(item)
         group = self._groups.get(item.group)
         if group is None:
             group = self._add_group(item.group)
@@ -124,21 +131,13 @@ class DefaultScheduler(Scheduler):
             group.begin(self._steps)
         group.add(item, front=bool(self._cut) and self._was_cut(item))
         self._turns[group] = None  # a group that is waiting for its turn keeps its place
-        self._deadlines.add(item)
-
-    def _hold(self, item: Item) -> None:
-        held = self._items.get(item.request)
-        if held is None:
-            self._items[item.request] = {item}
-        elif item in held:
-            raise ValueError(f"an item of request {item.request!r} is ready already")
-        else:
-            held.add(item)
+        if item.deadline is not None:
+            self._deadlines.add(item)
 
     def drop(self, item: Item) -> None:
         item.cancelled = True
         self._remove(item)
-        self._let_go(item)
+        self._release(item)
 
     def next(self, now: float, may_run: Callable[[tuple[Any, ...]], bool] | None = None) -> Batch | None:
         self._watch_clock(now)
@@ -173,9 +172,7 @@ class DefaultScheduler(Scheduler):
             group.remove(cohort)
             self._deadlines.discard(cohort)
             for item in cohort.apart() if cohort.apart is not None else ():
-                self._hold(item)
-                group.add(item)
-                self._deadlines.add(item)
+                self.ready(item)
 
     def _whose_turn(self, may_run: Callable[[tuple[Any, ...]], bool] | None, comfortable: float) -> Group | None:
         """The first in turn that can run. Groups that gather keep their place and leave this turn to the next ones."""
@@ -228,17 +225,14 @@ class DefaultScheduler(Scheduler):
         self._deadlines.discard(item)
 
     def _release(self, item: Item) -> None:
-        self._let_go(item)
-        self._deadlines.discard(item)
-
-    def _let_go(self, item: Item) -> None:
-        if item.apart is not None:
-            return
-        held = self._items[item.request]
-        if len(held) == 1:
-            del self._items[item.request]
-        else:
-            held.remove(item)
+        if item.apart is None:
+            held = self._items[item.request]
+            if len(held) == 1:
+                del self._items[item.request]
+            else:
+                held.remove(item)
+        if item.deadline is not None:
+            self._deadlines.discard(item)
 
     def _was_cut(self, item: Item) -> bool:
         """Whether *item* is the rest of a call that a step cut; told by the payload, which stands for the call."""

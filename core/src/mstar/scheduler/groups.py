@@ -137,28 +137,38 @@ class Group:
 
     def add(self, item: Item, front: bool = False) -> None:
         """*front*: before its equals; for a call that was cut, so that prompts end in the order in which they began."""
-        self._line(item).add(item, front)
-        self.deadlines.add(item)
-        self.size += item.rows
-        self.tokens += item.tokens
+        rows, tokens, due = item.rows, item.tokens, item.deadline is not None
         if item.decode:
-            self.decoding += item.rows
-            self._decode_tokens += item.tokens
-        if item.apart is not None:
-            self.cohorts[item] = None
-        self._patient += item.patient and item.deadline is not None
+            line = self.decodes
+            self.decoding += rows
+            self._decode_tokens += tokens
+            if item.apart is not None:
+                self.cohorts[item] = None
+        else:
+            line = self.chunks if item.chunkable else self.wholes
+        line.add(item, front)
+        if due:
+            self.deadlines.add(item)
+            self._patient += item.patient
+        self.size += rows
+        self.tokens += tokens
 
     def remove(self, item: Item) -> None:
-        self._line(item).remove(item)
-        self.deadlines.discard(item)
-        self.size -= item.rows
-        self.tokens -= item.tokens
+        rows, tokens, due = item.rows, item.tokens, item.deadline is not None
         if item.decode:
-            self.decoding -= item.rows
-            self._decode_tokens -= item.tokens
-        if item.apart is not None:
-            del self.cohorts[item]
-        self._patient -= item.patient and item.deadline is not None
+            line = self.decodes
+            self.decoding -= rows
+            self._decode_tokens -= tokens
+            if item.apart is not None:
+                del self.cohorts[item]
+        else:
+            line = self.chunks if item.chunkable else self.wholes
+        line.remove(item)
+        if due:
+            self.deadlines.discard(item)
+            self._patient -= item.patient
+        self.size -= rows
+        self.tokens -= tokens
 
     def fits(self, rows: int, tokens: int) -> bool:
         """Whether one step of at most *rows* rows and *tokens* tokens has room for all that it holds, or for all whose

@@ -22,7 +22,7 @@ from mstar.engine.step import RowResult, Work
 from mstar.graph.calls import CallRun
 from mstar.graph.run import RequestRun
 from mstar.registry import Registry
-from mstar.resources.base import Owner, Row
+from mstar.resources.base import Owner
 from mstar.scheduler.base import Ticket
 from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.request import Cancel, EngineRequest, Event, Push
@@ -45,6 +45,7 @@ from mstar.worker.requests import Requests
 from mstar.worker.sessions import Sessions
 from mstar.worker.sharing import PromptSharing
 from mstar.worker.trace import open_trace
+from mstar.worker.walks import Walks
 
 __all__ = ["Worker"]
 
@@ -115,16 +116,38 @@ class Worker:
         self._lookahead = looks_ahead(deployment, built.device)
         self._flights: list[Flight] = []
         self.sharing = PromptSharing(
-            built.plan, self.resources, self.requests.live, self.requests.owner_of, self._start, self.ranks
+            built.plan,
+            self.resources,
+            self.requests.live,
+            self.requests.owner_of,
+            lambda live: self.walks.start(live),
+            self.ranks,
         )
         self.moves: Moves | None = None
         if self.ranks is not None and self.ranks.layout.by_walk:
-            self.moves = Moves(self.ranks, built.resources, built.device, self._come, self.requests.fail)
+            self.moves = Moves(
+                self.ranks, built.resources, built.device, lambda *call: self.walks.come(*call), self.requests.fail
+            )
         self.portions = Portions(self.resources, self._owner_of_call)
         self.offers = Offers(
-            self.scheduler, self.sharing, self.portions, self.requests.of, self._complete_known, self.ranks
+            self.scheduler,
+            self.sharing,
+            self.portions,
+            self.requests.of,
+            lambda *call: self.walks.complete(*call),
+            self.ranks,
         )
         self.ahead = LookAhead(self.engine, self.scheduler, self.offers, self.ranks)
+        self.walks = Walks(
+            self.requests,
+            self.resources,
+            self.sharing,
+            self.portions,
+            self.offers,
+            self.ahead,
+            self.moves,
+            self.ranks,
+        )
         self._may_run = None if self.ranks is None else self.ranks.steps.may_run_here
         self._elsewhere = self._with_others()
         self._next_check = time.monotonic()
@@ -140,7 +163,7 @@ class Worker:
             self.sharing,
             self.moves,
             self.offers,
-            lambda live, call: self._guarded(live, lambda: self._let_run(live, call, time.monotonic())),
+            self.walks.found,
             self._under_way,
             self._go_on,
             self._step_done,
@@ -195,7 +218,7 @@ class Worker:
         live = self.requests.live.get(push.id)
         if live is None:
             return  # it has ended; its end is on the way to the client
-        self._guarded(live, live.run.push, push)
+        self.walks.guarded(live, live.run.push, push)
 
     def cancel(self, cancel: Cancel) -> None:
         live = self.requests.live.get(cancel.id)
@@ -205,7 +228,7 @@ class Worker:
     def ack(self, request: str, stream: str, items: int) -> None:
         live = self.requests.live.get(request)
         if live is not None:
-            self._guarded(live, live.run.ack, stream, items)
+            self.walks.guarded(live, live.run.ack, stream, items)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
@@ -323,63 +346,7 @@ class Worker:
         started = live.started or 0.0
         self.observers.call("mstar_request_started", request=live.request, queued_s=started - live.arrival)
         if not self.sharing.waits(live):
-            self._start(live)
-
-    def _start(self, live: Live) -> None:
-        self._guarded(live, live.run.start)
-
-    def _guarded(self, live: Live, action: Callable[..., None], *args: Any) -> None:
-        """Run a route or a stream operation of *live*; what it raises ends that request only, unless the device is
-        lost."""
-        try:
-            action(*args)
-            self._collect(live)
-        except Exception as error:
-            self.requests.fail_raised(live, error)
-
-    def _collect(self, live: Live) -> None:
-        """Hand newly ready calls to the scheduler; end the request if nothing is left to do."""
-        run = live.run
-        if run.void:
-            void, run.void = run.void, []
-            for call in void:
-                self.ahead.drop(call)
-        if run.taken_back:
-            taken_back, run.taken_back = run.taken_back, []
-            for name, context, tokens in taken_back:
-                owner = self.admission.owner(name, context, live.request.id, live.holding.session)
-                if self.ranks is None or self.ranks.rewind(name, owner, tokens):
-                    self.resources[name].retract(Row(owner, tokens))
-        while run.ready:
-            now = time.monotonic()
-            ready, run.ready = run.ready, []
-            for call in ready:
-                if self.moves is None or not self.moves.holds(live, call):
-                    self._make_ready(live, call, now)
-        if run.finished and live.started is not None:
-            self.requests.finish(live)
-
-    def _make_ready(self, live: Live, call: CallRun, now: float) -> None:
-        if call.op.entry.prefix and live.fresh and call.done == 0 and not self.sharing.reuse(live, call):
-            return
-        self._let_run(live, call, now)
-
-    def _let_run(self, live: Live, call: CallRun, now: float) -> None:
-        if self._known(live, call):
-            live.run.complete(call, {})
-        else:
-            self.offers.offer(call, now)
-
-    def _come(self, live: Live, call: CallRun) -> None:
-        """*call*'s state has come to where it runs."""
-        self._guarded(live, lambda: self._make_ready(live, call, time.monotonic()))
-
-    def _known(self, live: Live, call: CallRun) -> bool:
-        """Whether nothing of *call* needs to be computed."""
-        if not self.portions.concern(call.op) or (self.ranks is not None and not self.ranks.here(call)):
-            return False
-        self.sharing.reuse_ahead(live, call)
-        return self.portions.skip(call)
+            self.walks.start(live)
 
     # --- steps --------------------------------------------------------------------------------------------------------
     def _launch(self, work: list[Work]) -> list[Flight]:
@@ -471,7 +438,7 @@ class Worker:
             if call.again is None or not call.again.round(call, outputs):
                 run.complete(call, outputs, result.logprobs)
             if run.ready or run.void or run.taken_back or run.finished:
-                self._collect(self.requests.live[run.request.id])
+                self.walks.collect(self.requests.live[run.request.id])
         except Exception as error:
             self.requests.fail_raised(self.requests.live[run.request.id], error)
 
@@ -490,9 +457,6 @@ class Worker:
         """What another rank sent."""
         assert self._elsewhere is not None
         self._elsewhere.take(message)
-
-    def _complete_known(self, live: Live, call: CallRun) -> None:
-        self._guarded(live, live.run.complete, call, {})
 
     def _forget(self, live: Live) -> None:
         if self.moves is not None:

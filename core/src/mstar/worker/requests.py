@@ -72,7 +72,11 @@ class Requests:
     # --- what is theirs -----------------------------------------------------------------------------------------------
     def owner_of(self, live: Live, resource: str, call: CallRun) -> Owner:
         """Whose state *call* uses in *resource*."""
-        return self._admission.owner(resource, call.op.call.context, live.request.id, live.holding.session)
+        return self.owner(live, resource, call.op.call.context)
+
+    def owner(self, live: Live, resource: str, context: str) -> Owner:
+        """Whose state *live* uses in *resource* under the name *context*."""
+        return self._admission.owner(resource, context, live.request.id, live.holding.session)
 
     def owners(self, resource: str) -> list[Owner]:
         """Who holds something of *resource* and is no session's."""
