@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
 
 from image.steady import seconds
-from mstar_server.media.encode.images import base64_text, encode_image
+from mstar_server.media.encode.images import encode_image
 
 __all__ = ["Clients", "encoding_seconds"]
 
@@ -63,4 +64,5 @@ def encoding_seconds(answer: bytes, rounds: int) -> float:
     """How long the picture of *answer* takes to become what it is there, alone in this process: a file, as text."""
     file = base64.b64decode(json.loads(answer)["data"][0]["b64_json"])
     pixels = np.asarray(Image.open(io.BytesIO(file)))
-    return seconds(lambda: base64_text(encode_image(pixels, "png")), torch.device("cpu"), rounds)
+    encode = msgspec.json.Encoder().encode
+    return seconds(lambda: encode({"b64_json": encode_image(pixels, "png")}), torch.device("cpu"), rounds)

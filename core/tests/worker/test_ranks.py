@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -180,9 +181,12 @@ def test_guidance_branches_apart(registry: Registry) -> None:
     placement = {node: {"ranks": [0, 1], "split": "contexts"}}
     driver = RankDriver(mini, registry, seed=6, placement=placement)
     assert_all_right(driver, mini, 6, seed=10)
-    here, there = driver.worker.engine.steps, driver.wires[1].follower.engine.steps
-    assert here
-    assert there
+    before = driver.wires[1].follower.engine.steps
+    (example,) = examples(mini, 1, seed=10).values()
+    driver.submit("one", replace(example, knobs={**example.knobs, "steps": 4}))
+    driver.run()
+    # one of the two prompts and one branch of each step; what joins the branches has no other call beside it
+    assert driver.wires[1].follower.engine.steps - before == 1 + 4
 
 
 def test_sessions_and_siblings_stay_on_their_seat(registry: Registry) -> None:

@@ -17,7 +17,7 @@ from diffusers_pipelines import KINDS, TAPS, node_of, pipeline, step
 
 from mstar_diffusion.dit.patches import channels_last, from_channels_last
 from mstar_diffusion.flux2.model import Flux2Klein
-from mstar_diffusion.noise import normal
+from mstar_diffusion.noise import normal, normal_by_point
 from mstar_diffusion.schedules import FlowSchedule, empirical_shift, padded
 from mstar_diffusion.vae.nodes import to_pixels
 from mstar_diffusion.z_image.model import ZImage
@@ -191,3 +191,9 @@ def test_published_schedules() -> None:
 def test_noise_is_pytorchs(seed: int, shape: tuple[int, ...]) -> None:
     right = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed)).numpy()
     np.testing.assert_allclose(normal(shape, seed), right, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(128, 4, 4), (16, 96, 80), (5, 300, 256), (8, 5, 5), (3, 2, 8)])
+def test_noise_with_channels_last_is_the_same(shape: tuple[int, int, int]) -> None:
+    """In pieces of some channels, of one, and where a group of numbers lies across channels."""
+    np.testing.assert_array_equal(normal_by_point(shape, 7), np.moveaxis(normal(shape, 7), 0, -1))

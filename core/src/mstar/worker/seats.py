@@ -10,7 +10,7 @@ from mstar.graph.calls import CallRun
 from mstar.graph.program import CallOp, Plan
 from mstar.resources.base import IntegrityError, Owner, Resource, Usage
 from mstar.spec.errors import RequestError
-from mstar.spec.placement import Layout, Seat, companions, users_of
+from mstar.spec.placement import Layout, Seat, apart, companions, users_of
 from mstar.spec.request import EngineRequest
 
 __all__ = ["SeatedPool", "Seats"]
@@ -37,16 +37,14 @@ class Seats:
         self.layout, self._lives = layout, lives
         self._node_of = {name: nodes[0] for name, nodes in users_of(plan.graph).items()}
         self.companions = companions(plan.graph)
-        contexts: dict[str, set[str]] = {}
         self._stage_of: dict[CallOp, int] = {}
         for walk, program in plan.programs.items():
             for op in program:
                 if isinstance(op, CallOp):
-                    contexts.setdefault(op.call.node, set()).add(op.call.context)
                     stage = layout.stage(op.call.node, walk, bool(op.loops))
                     if stage is not None:
                         self._stage_of[op] = stage
-        self._contexts = {node: sorted(found) for node, found in contexts.items()}
+        self._apart = {node: apart(plan.graph, self.companions[node]) for node in layout.by_context}
         self._chosen: dict[str, dict[tuple[Seat, ...], int]] = {}  # request or session key → by the seats of a node
         self._paths: dict[str, dict[tuple[str, ...], _Path]] = {}  # the same → by nodes that move together
         self._keys: dict[str, str] = {}  # request → the session that it continues
@@ -127,7 +125,8 @@ class Seats:
         if len(seats) == 1:
             return seats[0]
         if node in self.layout.by_context:
-            return seats[self._contexts[node].index(context) % len(seats)]
+            contexts = self._apart[node]  # what is in none of them has no other beside it
+            return seats[contexts.index(context) % len(seats) if context in contexts else 0]
         if node in self.layout.by_walk:
             path = self._path(node, key)
             return path.seats[path.at]

@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["normal"]
+__all__ = ["normal", "normal_by_point"]
 
 _GROUP = 16
 """Numbers that are made of as many uniform ones at a time: the cosines of eight pairs, then the sines."""
@@ -42,6 +42,27 @@ def normal(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
         _uniform(engine, size - whole)
         _pairs(_uniform(engine, _GROUP), made[size - _GROUP :])
     return made.reshape(shape)
+
+
+def normal_by_point(shape: tuple[int, int, int], seed: int) -> NDArray[np.float32]:
+    """:func:`normal` of *shape* ``[C, H, W]`` with its channels last: ``[H, W, C]``.
+
+    Some channels are made at a time and put where they belong while they are in the cache: the whole turned around
+    takes as long as making it.
+    """
+    channels, height, width = shape
+    points = height * width
+    some = max(1, _AT_ONCE // points)
+    if points % _GROUP:  # groups lie across channels
+        return np.ascontiguousarray(np.moveaxis(normal(shape, seed), 0, -1))
+    engine = np.random.RandomState(seed & 0xFFFFFFFF)
+    made = np.empty((points, channels), np.float32)
+    piece = np.empty((some, points), np.float32)
+    for begin in range(0, channels, some):
+        part = piece[: min(some, channels - begin)]
+        _pairs(_uniform(engine, part.size), part.reshape(-1))
+        made[:, begin : begin + some] = part.T
+    return made.reshape(height, width, channels)
 
 
 def _uniform(engine: np.random.RandomState, count: int) -> NDArray[np.float32]:

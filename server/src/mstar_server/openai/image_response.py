@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
-from mstar_server.media.encode.images import base64_text, encode_image
+from mstar_server.media.encode.images import encode_image
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
@@ -35,8 +35,9 @@ class _Form:
         quality = body.output_compression
         return cls(body.output_format or "png", 100 if quality is None else quality)
 
-    def encode(self, pixels: Any) -> str:
-        return base64_text(encode_image(pixels, self.format, self.quality))
+    def encode(self, pixels: Any) -> bytes:
+        """The file. In JSON msgspec writes bytes as base64, straight into the answer."""
+        return encode_image(pixels, self.format, self.quality)
 
 
 def images_response(body: ImageRequest, answers: Sequence[Answer], deltas: Sequence[Sequence[Delta]]) -> bytes:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mstar.spec.tasks import ImageTask
 from mstar_diffusion.flux2.references import as_reference
 from mstar_diffusion.knobs import TEXT_TOKENS
-from mstar_diffusion.noise import normal
+from mstar_diffusion.noise import normal_by_point
 from mstar_diffusion.processor import ImageProcessor
 from mstar_diffusion.schedules import empirical_shift
 
@@ -27,8 +27,7 @@ class Flux2KleinProcessor(ImageProcessor):
         return TEXT_TOKENS
 
     def noise(self, height: int, width: int, seed: int) -> NDArray[np.float32]:
-        drawn = normal((self.vae.latent * self.patch**2, height, width), seed)
-        return np.ascontiguousarray(drawn.transpose(1, 2, 0))
+        return normal_by_point((self.vae.latent * self.patch**2, height, width), seed)
 
     def mu(self, tokens: int, steps: int) -> float:
         return empirical_shift(tokens, steps)

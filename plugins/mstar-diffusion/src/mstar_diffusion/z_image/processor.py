@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mstar.spec.tasks import ImageTask
-from mstar_diffusion.noise import normal
+from mstar_diffusion.noise import normal_by_point
 from mstar_diffusion.processor import ImageProcessor
 
 __all__ = ["ZImageProcessor"]
@@ -27,10 +27,9 @@ class ZImageProcessor(ImageProcessor):
 
     def noise(self, height: int, width: int, seed: int) -> NDArray[np.float32]:
         patch, channels = self.patch, self.vae.latent
-        drawn = normal((channels, height * patch, width * patch), seed)
-        squares = drawn.reshape(channels, height, patch, width, patch)
-        tokens = squares.transpose(1, 3, 2, 4, 0).reshape(height, width, -1)
-        return np.ascontiguousarray(tokens)
+        drawn = normal_by_point((channels, height * patch, width * patch), seed)
+        squares = drawn.reshape(height, patch, width, patch, channels).swapaxes(1, 2)
+        return np.ascontiguousarray(squares.reshape(height, width, -1))
 
     def negative(self, task: ImageTask) -> str | None:
         knobs = task.knobs
