@@ -7,7 +7,9 @@ import logging
 import sys
 from typing import Any
 
+from mstar.cluster.base import WorkerConfig
 from mstar.log_format import JsonFormatter, TextFormatter
+from mstar.spec.deployment import merge_deployment
 
 
 def record(message: str, *arguments: Any, **extra: Any) -> logging.LogRecord:
@@ -47,3 +49,15 @@ def test_a_line_in_words_begins_with_its_request() -> None:
         .endswith("WARNING worker 50%: mstar.x: [r%d] hello")
     )
     assert TextFormatter().format(record("hello")).endswith("WARNING mstar.x: hello")
+
+
+def test_a_line_of_one_of_several_workers_says_of_which() -> None:
+    deployment = merge_deployment("m", {"replicas": 2, "placement": {"lm": [0, 1]}})
+    place = WorkerConfig(key="m", weights=None, deployment=deployment, rank=1, replica=0).place
+    assert (
+        TextFormatter("m", place).format(record("hello")).endswith("WARNING worker m, copy 0, rank 1: mstar.x: hello")
+    )
+    line = json.loads(JsonFormatter("m", place).format(record("hello", fields={"rank": 7})))
+    assert (line["worker"], line["copy"], line["rank"]) == ("m", 0, 1)
+    alone = WorkerConfig(key="m", weights=None, deployment=merge_deployment("m"))
+    assert alone.place == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 __all__ = ["LOG_FORMATS", "JsonFormatter", "LogFormat", "TextFormatter", "begin_logging", "log_format"]
@@ -16,8 +17,9 @@ LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 class TextFormatter(logging.Formatter):
     """Time, level, logger, message; before the message the id of the request that it belongs to, in brackets."""
 
-    def __init__(self, worker: str | None = None):
-        name = "" if worker is None else f"worker {worker}: ".replace("%", "%%")
+    def __init__(self, worker: str | None = None, place: Mapping[str, int] | None = None):
+        words = [f"worker {worker}", *(f"{name} {number}" for name, number in (place or {}).items())]
+        name = "" if worker is None else f"{', '.join(words)}: ".replace("%", "%%")
         super().__init__(f"%(asctime)s %(levelname)s {name}%(name)s: %(named)s%(message)s", defaults={"named": ""})
 
     def format(self, record: logging.LogRecord) -> str:
@@ -27,13 +29,13 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """``time`` (UTC, ISO 8601), ``level``, ``logger``, ``message``; ``worker``, the model of a worker process;
-    ``request_id`` where a line belongs to a request; ``exception``, the traceback; and what the line's
-    ``extra={"fields": {...}}`` has."""
+    """``time`` (UTC, ISO 8601), ``level``, ``logger``, ``message``; ``worker``, the model of a worker process, with
+    ``copy`` and ``rank`` where there are several; ``request_id`` where a line belongs to a request; ``exception``, the
+    traceback; and what the line's ``extra={"fields": {...}}`` has."""
 
-    def __init__(self, worker: str | None = None):
+    def __init__(self, worker: str | None = None, place: Mapping[str, int] | None = None):
         super().__init__()
-        self.worker = worker
+        self.worker, self.place = worker, place or {}
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -44,7 +46,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         if self.worker is not None:
-            line["worker"] = self.worker
+            line |= {"worker": self.worker, **self.place}
         if (request_id := getattr(record, "request_id", None)) is not None:
             line["request_id"] = request_id
         if record.exc_info:
@@ -58,17 +60,20 @@ class _Handler(logging.StreamHandler[Any]):
     """The one that :func:`begin_logging` has added."""
 
 
-def begin_logging(level: int | str, form: LogFormat, worker: str | None = None) -> None:
+def begin_logging(
+    level: int | str, form: LogFormat, worker: str | None = None, place: Mapping[str, int] | None = None
+) -> None:
     """Log to standard error; called again, in another form. Where a program that M* is a part of logs already, that
     stays as it is.
 
-    :param worker: key of the model whose worker this process is.
+    :param worker: key of the model whose worker this process is. :param place: which of several it is, as
+        :attr:`~mstar.cluster.base.WorkerConfig.place` has it.
     """
     formatter: logging.Formatter
     if form == "json":
-        formatter = JsonFormatter(worker)
+        formatter = JsonFormatter(worker, place)
     else:
-        formatter = TextFormatter(worker)
+        formatter = TextFormatter(worker, place)
     ours = [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
     for handler in ours or [_Handler()]:
         handler.setFormatter(formatter)

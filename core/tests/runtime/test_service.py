@@ -343,7 +343,8 @@ async def test_live_sound_counts_as_input() -> None:
         assert answer.usage.input["audio_seconds"] == 1.0
 
 
-async def test_a_worker_that_dies_fails_its_requests_and_readiness() -> None:
+async def test_a_worker_that_dies_fails_its_requests_and_readiness(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mstar.runtime.service")
     async with running(executor="processes", model_kwargs={"window": 1}) as service:
         running_on = await service.generate(counting(1000))
         await running_on.first()
@@ -354,8 +355,11 @@ async def test_a_worker_that_dies_fails_its_requests_and_readiness() -> None:
             assert (caught.value.code, caught.value.status) == ("worker_died", 503)
         with pytest.raises(NotReady, match=r"exit status 7|starting"):
             await service.generate(counting())
+        again = f"{service.spec.key!r} is whole again"
+        assert again not in caplog.messages
         await until(lambda: _is_ready(service))
         assert await text(await service.generate(counting(1))) == "0 "
+        assert caplog.messages.count(again) == 1
 
 
 async def _is_ready(service: Service) -> bool:

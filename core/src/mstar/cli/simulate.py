@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.cli.commands import Commands, Context, Parser, one_of
-from mstar.cli.options import accepting, engine_options, model_options, positive, positive_seconds, with_json
+from mstar.cli.options import accepting, engine_options, model_options, positive, with_json
 from mstar.cli.output import note, print_json, table
 from mstar.spec.errors import SetupError, counted
 
@@ -47,14 +47,12 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument(
         "--longest", type=positive, default=2048, metavar="TOKENS", help="measure: most of a prompt (default: 2048)"
     )
-    parser.add_argument("--replicas", type=positive, default=1, metavar="N", help="run: how many (default: 1)")
+    parser.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="run: how many (default: 1)")
     parser.add_argument(
         "--router", type=one_of(*_ROUTERS), default="least", metavar="|".join(_ROUTERS), help="run: default: least"
     )
     parser.add_argument("--load", type=Path, metavar="FILE", help="run: requests, a JSON object a line")
-    parser.add_argument(
-        "--rate", type=positive_seconds, metavar="PER_S", help="run, without a file: requests that come a second"
-    )
+    parser.add_argument("--rate", type=_rate, metavar="PER_S", help="run, without a file: requests that come a second")
     parser.add_argument("--requests", type=positive, default=1000, metavar="N", help="run: how many (default: 1000)")
     parser.add_argument("--prompt", type=positive, default=512, metavar="TOKENS", help="run: default: 512")
     parser.add_argument("--output", type=positive, default=128, metavar="TOKENS", help="run: default: 128")
@@ -303,6 +301,27 @@ def _progress(words: str, total: int) -> Iterator[_Bar]:
             display.update(task, **state)
 
         yield _Bar(update, total)
+
+
+_MOST_REPLICAS = 100_000
+"""Each is a scheduler in this process."""
+
+
+def _replicas(value: str) -> int:
+    number = positive(value)
+    if number > _MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{number:,} replicas are too many: {_MOST_REPLICAS:,} at most")
+    return number
+
+
+def _rate(value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 1e-6 <= number <= 1e9:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of requests a second, from 1e-6 to 1e9")
+    return number
 
 
 def _spread(value: str) -> float:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from mstar.spec.deployment import Deployment
+from mstar.spec.placement import ranks_of
 from mstar.spec.request import Cancel, EngineRequest, Event, Push
 
 __all__ = ["Executor", "Phase", "WorkerConfig"]
@@ -56,6 +57,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     meeting: str | None = None
     own_device: bool = False
     sharing: int | None = None
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Which ``copy`` and which ``rank`` it is, where there are several."""
+        found = {"copy": self.replica} if self.deployment.replicas > 1 else {}
+        return {**found, "rank": self.rank} if ranks_of(self.deployment.placement) > 1 else found
 
 
 class Executor(abc.ABC):

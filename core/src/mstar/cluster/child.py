@@ -73,7 +73,7 @@ def main(line: bytes) -> NoReturn:
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group: the executor decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    begin_logging(start.log_level, start.log_form, start.config.key)
+    begin_logging(start.log_level, start.log_form, start.config.key, start.config.place)
     pulse = Pulse()
     threading.Thread(target=_watch_parent, args=(start.folder,), name="parent-watch", daemon=True).start()
     threading.Thread(target=_beat, args=(start.beats, start.beat_s, pulse), name="heartbeat", daemon=True).start()

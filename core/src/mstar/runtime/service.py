@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import logging
 import os
 import time
 import uuid
@@ -36,6 +37,7 @@ __all__ = ["Service", "open_service"]
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _Take = Callable[[str, Any, str, bool], Push]
 _ENDS = (Done, Failed)
 _LATE_S = 1.0
@@ -65,7 +67,7 @@ class Service:
         make_executor: Callable[..., Executor] = registry.executor(executor_name or deployment.executor)
         self._executor = make_executor(config, self._sink, self._on_phase, registry)
         self._phase = self._executor.phase
-        self._draining = self._stopped = False
+        self._draining = self._stopped = self._broken = False
         self._processor: Processor | None = None
         self._threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix=f"mstar-{spec.key}")
         self._answers: weakref.WeakValueDictionary[str, Answer] = weakref.WeakValueDictionary()
@@ -325,6 +327,13 @@ class Service:
 
     def _on_phase(self, phase: Phase) -> None:
         self._phase = phase
+        if phase.name == "failed" or (
+            phase.name == "ready" and phase.detail
+        ):  # other ranks serve in a lost one's place
+            self._broken = True
+        elif phase.name == "ready" and self._broken:
+            self._broken = False
+            _log.info("%r is whole again", self.spec.key)
 
 
 async def _in_turn(steps: Sequence[Coroutine[Any, Any, None]]) -> None:

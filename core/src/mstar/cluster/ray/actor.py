@@ -86,7 +86,7 @@ class RayWorker:
         """Run the worker of *line* (a :class:`~mstar.cluster.launch.Job` in JSON) until its executor ends it. A worker
         that fails ends its process: what it left on the device cannot be trusted."""
         job = decode_job(line, Job)
-        begin_logging(job.log_level, job.log_form, job.config.key)
+        begin_logging(job.log_level, job.log_form, job.config.key, job.config.place)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface(ray.util.get_node_ip_address()))
         arena: Arena | None = None
         if job.link == TOGETHER:
