@@ -34,7 +34,7 @@ from mstar.nn.ops import cuda_sampling, pdl
 from mstar.nn.sampling import Changes
 from mstar.resources.sampler_history import GROUP, flags_of
 
-COPIES, REPEATS = 5, 8
+COPIES, REPEATS = 10, 8
 SEEN = 1000  # distinct tokens that a penalty knows of
 NEAR = 2e-5  # of the distribution: what float32's sums may be off
 

@@ -83,13 +83,13 @@ def decoder(config: VaeConfig, device: torch.device, dtype: torch.dtype) -> Flux
 
 @contextmanager
 def plain_norms() -> Iterator[None]:
-    """PyTorch's norms instead of the fused ones."""
-    fused = ops.group_norm
-    ops.group_norm = reference.group_norm
+    """PyTorch's norms, and sums behind convolutions, instead of the fused ones."""
+    fused = ops.group_norm, ops.add_channels
+    ops.group_norm, ops.add_channels = reference.group_norm, reference.add_channels
     try:
         yield
     finally:
-        ops.group_norm = fused
+        ops.group_norm, ops.add_channels = fused
 
 
 def latents(node: Flux2VaeDecoder, rows: int, side: int, device: torch.device, dtype: torch.dtype) -> Tensor:

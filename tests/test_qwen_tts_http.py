@@ -260,7 +260,12 @@ CLIP = clip()
             "leave it out",
         ),
         ("qwen3_tts_base", {"ref_audio": clip(seconds=0.1), "ref_text": "a"}, "ref_audio", "0.5"),
-        ("qwen3_tts_base", {"voice": "vivian"}, "voice", "no voice"),
+        (
+            "qwen3_tts_base",
+            {"voice": "vivian"},
+            "voice",
+            "no voice 'vivian'; upload it, or send its clip as 'ref_audio'",
+        ),
     ],
 )
 def test_what_cannot_be_spoken_is_refused_by_name(

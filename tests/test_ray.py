@@ -171,6 +171,20 @@ def test_two_nodes_answer_as_one_process_does(
     nodes.assert_free()
 
 
+def test_state_moves_between_nodes_by_lanes(nodes: Nodes, weights: str, expected: list[str]) -> None:
+    options = {"address": nodes.address, "strategy": "STRICT_SPREAD"}
+    placement = {"llm": {"prefill": 1, "decode": 0}}
+    with load(weights, ray=options, placement=placement, engine={"values": "gloo"}) as model:
+        assert len(set(started(model)._nodes.values())) == 2
+        until(lambda: [rank["way"] for rank in model.status()["ranks"]] == ["gloo"], model.status)
+        assert [model.chat(prompt, **KNOBS) for prompt in PROMPTS] == expected
+        model.chat("a long prompt, whose keys and values are no small tensor, " * 4, **KNOBS)
+        (rank,) = model.status()["ranks"]
+        assert rank["lane_bytes"]["received"] > 8192
+        assert model.status()["moves"]["done"] == len(PROMPTS) + 1
+    nodes.assert_free()
+
+
 def until(holds: Callable[[], bool], what: Callable[[], Any]) -> None:
     """Wait until *holds()*. *what*: told when it does not in time."""
     deadline = time.monotonic() + 150

@@ -270,6 +270,13 @@ async def test_the_model_s_own_bounds_hold_for_speed(kit: Any, speaking: Any) ->
     assert "nearest valid value is 2" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("speed", "near"), [(9, "4.0"), (0.1, "0.25")])
+async def test_the_route_s_own_bounds_name_the_nearest_speed(kit: Any, speaking: Any, speed: float, near: str) -> None:
+    reply = await ask(kit, speaking(), speed=speed)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].endswith(f", got {speed}; the nearest valid value is {near}")
+
+
 async def test_a_model_that_takes_no_sound_takes_no_clip(kit: Any, speaking: Any) -> None:
     for changes, param in (({"ref_audio": "AAAA"}, "ref_audio"), ({"voice": "mine"}, "voice")):
         reply = await ask(kit, speaking(inputs=("text",)), **changes)

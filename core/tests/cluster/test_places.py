@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ import test_ranks
 import tiny_llama
 from test_divided import folder, served
 from test_processes import arena_root, lives
+from test_rank_lanes import lanes_open
 from test_ranks import running
 
 from mstar.cluster.base import Phase
@@ -47,19 +47,20 @@ def assert_passed(status: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     assert any(sum(rank["lane_bytes"].values()) > 0 for rank in ranks) == bool(engine)
 
 
-async def open_descriptors(ranks: test_ranks.Ranks) -> int:
-    """Open files of rank 0's process, once its lanes are open, if it is to have any."""
-    pid = ranks.executor.pids[0]
-    async with asyncio.timeout(60):
-        while any(rank["opening"] for rank in (await ranks.executor.status())["ranks"]):
-            await asyncio.sleep(0)
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def open_descriptors(ranks: test_ranks.Ranks) -> int:
+    """Open files of rank 0's process."""
+    return len(os.listdir(f"/proc/{ranks.executor.pids[0]}/fd"))
 
 
 @pytest.mark.parametrize(
-    "places",
-    [APART, {"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}],
-    ids=["1 + 1", "2 + 2"],
+    ("places", "engine"),
+    [
+        (APART, "messages"),
+        ({"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}, "messages"),
+        ({"prefill": {"ranks": [2, 3], "tp": 2}, "decode": {"ranks": [0, 1], "tp": 2}}, "lanes"),
+    ],
+    ids=["1 + 1", "2 + 2", "2 + 2 by lanes"],
+    indirect=["engine"],
 )
 async def test_a_llama_says_what_it_says_on_one_rank(
     places: dict[str, Any], engine: dict[str, Any], folder: Path, arena_root: Path
@@ -67,6 +68,7 @@ async def test_a_llama_says_what_it_says_on_one_rank(
     async with served(folder) as alone:
         want = await alone.answers()
     async with served(folder, placement={"llm": places}, engine=engine) as apart:
+        await lanes_open(apart.executor)
         assert await apart.answers() == want
         status = await apart.executor.status()
         assert status["moves"]["done"] == len(tiny_llama.TEXTS)
@@ -74,9 +76,14 @@ async def test_a_llama_says_what_it_says_on_one_rank(
     assert list(arena_root.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", MINIATURES)
+@pytest.mark.parametrize(
+    ("key", "engine"),
+    [("mini_hybrid", "messages"), ("mini_seq2seq", "messages"), ("mini_seq2seq", "lanes")],
+    indirect=["engine"],
+)
 async def test_miniatures_say_what_they_should(key: str, engine: dict[str, Any], arena_root: Path) -> None:
     async with running(key, placement=MINIATURES[key], engine=engine) as ranks:
+        await lanes_open(ranks.executor)
         rng = random.Random(3)
         cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
         for name, example in cases.items():
@@ -92,7 +99,8 @@ async def test_ranks_are_killed_under_load(engine: dict[str, Any], arena_root: P
     """Those that had something there get a 503, the others their answers; afterwards all is served as before."""
     places = {"prefill": 1, "decode": 2}
     async with running("mini_tts", placement={"lm": places, "codec": 0}, engine=engine) as ranks:
-        descriptors = await open_descriptors(ranks)
+        await lanes_open(ranks.executor)
+        descriptors = open_descriptors(ranks)
         for dies, rank in places.items():
             before = ranks.executor.pids
             names = [f"{dies} {n}" for n in range(8)]
@@ -106,7 +114,11 @@ async def test_ranks_are_killed_under_load(engine: dict[str, Any], arena_root: P
             for name, end in zip(names, ends, strict=True):
                 if isinstance(end, Done):
                     await ranks.assert_right(name, cases[name])
-            await ranks.until(lambda: ranks.executor.phase == Phase(name="ready"))
+            await ranks.until(
+                lambda rank=rank, was=before[rank]: (
+                    ranks.executor.pids.get(rank, was) != was and ranks.executor.phase == Phase(name="ready")
+                )
+            )
             after = ranks.executor.pids
             assert [other for other in after if after[other] != before[other]] == [rank]
             assert not lives(before[rank])
@@ -116,5 +128,6 @@ async def test_ranks_are_killed_under_load(engine: dict[str, Any], arena_root: P
                 await ranks.assert_right(f"again {name}", cases[name])
             await ranks.assert_idle()
         assert_passed(await ranks.executor.status(), engine)
-        assert await open_descriptors(ranks) <= descriptors + 4  # of what Python and zmq keep
+        await lanes_open(ranks.executor)
+        assert open_descriptors(ranks) <= descriptors + 4  # of what Python and zmq keep
     assert list(arena_root.iterdir()) == []

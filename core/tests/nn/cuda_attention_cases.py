@@ -167,6 +167,20 @@ def test_steps_over_contexts_that_change(group: int, normed: bool, splits: int, 
         check(contexts, scratch, splits, lengths, group, normed)
 
 
+def test_a_long_context_is_divided_and_the_others_are_not() -> None:
+    contexts, lengths = Contexts(3, 1, 64, torch.float16, most=4000), [2600, 40, 1000]
+    contexts.fill(lengths)
+    inputs = contexts.inputs(2, True)
+    wanted, _, _ = contexts.answer(lengths, inputs)
+    scratch = scratch_for(contexts, 4)
+    whole = contexts.step(inputs, scratch, 1)
+    divided = contexts.step(inputs, scratch, 4, usual=1)
+    torch.testing.assert_close(divided.float(), wanted, rtol=4e-3, atol=4e-3)
+    assert torch.equal(divided[1:], whole[1:])
+    assert not torch.equal(divided[0], whole[0])  # summed up in shares
+    assert not scratch.counters.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_head_sizes_and_dtypes(dtype: torch.dtype, size: int) -> None:

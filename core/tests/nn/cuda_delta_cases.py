@@ -114,17 +114,17 @@ def test_a_layer(dtype: torch.dtype, kept: bool, lengths: list[int], key: int, v
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "state_dtype", "lengths"),
     [
-        Way(4),
-        Way(4, groups=4),
-        Way(4, groups=4, registers=168),
-        Way(4, groups=2, resident=2, stages=2),
-        Way(4, groups=4, resident=1, stages=3),
+        (Way(4), torch.float32, [1] * 5),
+        (Way(4), torch.bfloat16, [1, 2, 1]),
+        (Way(4, groups=4), torch.bfloat16, [1] * 5),
+        (Way(4, groups=4, registers=168), torch.float32, [1, 2, 1]),
+        (Way(4, groups=2, resident=2, stages=2), torch.float32, [1] * 5),
+        (Way(4, groups=4, resident=1, stages=3), torch.bfloat16, [1] * 5),
+        (Way(4, resident=1, stages=3), torch.float32, [1, 2, 1]),
     ],
 )
-@pytest.mark.parametrize("lengths", [[1] * 5, [1, 2, 1]])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_all_ways_of_a_step_are_right(way: Way, state_dtype: torch.dtype, lengths: list[int]) -> None:
     """At the size that published models have; rows of more tokens are left alone."""
     key, rows, n, channels = 128, len(lengths), sum(lengths), 2 * K_HEADS * 128 + V_HEADS * 128

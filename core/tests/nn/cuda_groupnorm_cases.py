@@ -83,8 +83,29 @@ def test_a_row_is_the_same_in_any_step() -> None:
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_before_the_norm(dtype: torch.dtype) -> None:
+    """Larger than what it is added to: the moments are those of the sum."""
+    x, (weight, bias), (added, _) = picture(2, 24, 31, 17, dtype=dtype), affine(24, dtype), affine(24, dtype)
+    added = added * 8
+    summed = x.double() + added.double().view(1, -1, 1, 1)
+    got = cuda_groupnorm.group_norm(x, 3, weight, bias, 1e-6, True, added)
+    close(got, exact(summed, 3, weight, bias, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1, 1), (31, 17)])
+def test_pictures_and_a_number_a_channel_are_added(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    x, y = picture(2, 24, *size, dtype=dtype), picture(2, 24, *size, dtype=dtype, middle=3.0)
+    (added, _) = affine(24, dtype)
+    got = cuda_groupnorm.add_channels(x, y, added)
+    close(got, (x.double() + y.double() + added.double().view(1, -1, 1, 1)).float())
+    assert got.stride() == x.stride()
+
+
 @pytest.mark.parametrize("x", [torch.randn(2, 8, 5, 5), torch.randn(0, 8, 5, 5), torch.randn(1, 8, 0, 5)])
 def test_what_has_other_strides_or_no_points_goes_to_the_reference(x: Tensor) -> None:
     x, (weight, bias) = x.to(DEVICE), affine(8)
-    got = cuda_groupnorm.group_norm(x, 2, weight, bias, 1e-6, True)
-    assert torch.equal(got, reference.group_norm(x, 2, weight, bias, 1e-6, True))
+    got = cuda_groupnorm.group_norm(x, 2, weight, bias, 1e-6, True, bias)
+    assert torch.equal(got, reference.group_norm(x, 2, weight, bias, 1e-6, True, bias))
+    assert torch.equal(cuda_groupnorm.add_channels(x, x, bias), reference.add_channels(x, x, bias))

@@ -99,7 +99,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
     shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
     way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
-    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32", **shape, **way)
+    decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32 usual:i32 long:i32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
     from mstar.nn.ops import cuda_invariant as invariant
@@ -118,8 +118,8 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.mark.parametrize("changed", [False, True])
 def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: bool) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from mstar.nn.ops import cuda_brackets, cuda_sampling
     from mstar.nn.ops import cuda_filters as filters
-    from mstar.nn.ops import cuda_sampling
 
     rows = "logits:bf16 slots:i64 floats:fp32 which:i64 words:i32 histories:i64 marks:i32 flags:u8 "
     sizes = {"columns": 7, "stride": 9000, "vocab": 9000, "blocks": 3, "changed": changed}
@@ -129,11 +129,10 @@ def test_sampling_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     drawn = "top_ks:i64 uniforms:fp64 thresholds:fp32 sums_filtered:fp32 ids:i64"
     assert _compile(cuda_sampling._choose, rows + blocks + drawn, filters=True, **sizes, **block, **lanes)
     rows += "top_ks:i64 bounds:fp64 found:i32 "
-    assert _compile(filters._bracket, rows + "tops:fp32 sums:fp32", warps=8, **sizes, **lanes)
+    assert _compile(cuda_brackets.bracket, rows + "tops:fp32 sums:fp32", **sizes, **lanes)
     kept = rows + "lines:i32 kept:fp32 weights:fp32 thresholds:fp32"
-    assert _compile(filters._collect, kept, warps=8, **sizes, **block)
-    assert _compile(filters._settle, kept, warps=8, **sizes, **lanes)
-    assert _compile(filters._weigh, kept, warps=8, **sizes, **block)
+    assert _compile(filters._collect, kept + " tops:fp32", warps=8, **sizes, **block)
+    assert _compile(filters._settle, kept + " until:i64", warps=8, **sizes, **block, **lanes)
 
 
 def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,7 +247,8 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     from mstar.nn.ops import cuda_groupnorm as norm
 
     sizes: dict[str, Any] = {"channels": 96, "block": 128, "tile": 64}
-    moments = _compile(norm._moments, "x:bf16 means:fp32 squares:fp32", "points:i32", aligned=True, tiles=4, **sizes)
+    pointers = "x:bf16 added:bf16 means:fp32 squares:fp32"
+    moments = _compile(norm._moments, pointers, "points:i32", aligned=True, tiles=4, adds=False, **sizes)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", moments), "fetched ahead"
     assert "ld.global" not in moments
     widths: dict[str, Any] = {"channels": 96, "width": 3, "joined": 128, "block": 4}
@@ -256,10 +256,12 @@ def test_group_norms_of_pictures_compile_for_a_gpu(monkeypatch: pytest.MonkeyPat
     assert _compile(norm._factors, pointers, "points:i32 piece:i32 pieces:i32 eps:fp32", turns=2, **widths)
     single = "piece:i32 pieces:i32 eps:fp32"  # an argument that is 1 is a constant to Triton
     assert _compile(norm._factors, pointers, single, points=1, turns=1, **widths)
-    pointers = "x:bf16 factor:fp32 addend:fp32 out:bf16"
-    applied = _compile(norm._apply, pointers, "points:i32", aligned=True, activated=True, **sizes)
-    assert "ld.global.v4" in applied
-    assert "st.global.v4" in applied
+    pointers = "x:bf16 added:bf16 factor:fp32 addend:fp32 out:bf16"
+    applied = _compile(norm._apply, pointers, "points:i32", aligned=True, adds=True, activated=True, **sizes)
+    summed = _compile(norm._add, "x:bf16 y:bf16 added:bf16 out:bf16", "points:i32", aligned=True, **sizes)
+    for code in (applied, summed):
+        assert "ld.global.v4" in code
+        assert "st.global.v4" in code
 
 
 def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

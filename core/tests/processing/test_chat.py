@@ -343,6 +343,8 @@ def test_a_broken_tool_call_is_named(folder: Path, function: Any, param: str) ->
     with pytest.raises(RequestError) as caught:
         processor(folder).prepare(task, "r")
     assert caught.value.param == f"messages[0].tool_calls[0].{param}"
+    if param == "function.arguments":
+        assert str(caught.value).startswith(f"'{caught.value.param}' are not valid JSON: ")
 
 
 def test_a_text_that_is_no_unicode_is_refused(folder: Path) -> None:

@@ -12,7 +12,6 @@ import yaml
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.spec.placement import layout_of, ranks_of
-from mstar.testing.drive import Driver
 from mstar.testing.miniatures import miniature
 from mstar.testing.rank_drive import RankDriver
 
@@ -24,8 +23,11 @@ MODELS = {
     frozenset({"lm", "codec"}): "mini_tts",
     frozenset({"denoiser"}): "mini_denoise",
     frozenset({"lm"}): "mini_hybrid",
+    frozenset({"eye", "lm"}): "mini_look",
 }
 """Nodes that a page places → a miniature that has them."""
+NAMES = {"encoder": "eye", "llm": "lm"}
+"""Of a published model's nodes → in the miniature that sees."""
 
 
 def files(page: str) -> list[dict[str, Any]]:
@@ -43,6 +45,7 @@ PLACED = [
 
 @pytest.mark.parametrize("placement", PLACED)
 def test_a_layout_gives_the_answers_of_one_rank(placement: dict[str, Any]) -> None:
+    placement = {NAMES.get(node, node) if "llm" in placement else node: place for node, place in placement.items()}
     mini = miniature(MODELS[frozenset(placement)])
     assert_all_right(RankDriver(mini, placement=placement), mini, 5, seed=3)
 
@@ -88,10 +91,10 @@ def test_more_copies_than_branches_are_refused() -> None:
         RankDriver(miniature("mini_denoise"), placement={"denoiser": {"ranks": [0, 1, 2], "split": "contexts"}})
 
 
-def test_what_keeps_what_it_computes_stays_on_rank_0() -> None:
-    nodes = [node.name for node in Driver("mini_look").worker.plan.graph.nodes]
-    with pytest.raises(DeploymentError, match="keeps what it computes"):
-        RankDriver(miniature("mini_look"), placement=dict.fromkeys(nodes[:1], 1))
+def test_who_sees_is_where_it_is_read() -> None:
+    """Both use the embeddings that are kept by content."""
+    with pytest.raises(DeploymentError, match="the nodes that share resource 'media' must be placed alike"):
+        RankDriver(miniature("mini_look"), placement={"eye": 1})
 
 
 @pytest.mark.parametrize(

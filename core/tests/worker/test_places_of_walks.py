@@ -34,6 +34,9 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("mini_seq2seq", {"encoder": 2, "decoder": {"prefill": 0, "decode": 1}}),
     ("mini_tts", {"lm": {"prefill": 1, "decode": 0}, "codec": 1}),
     ("mini_planner", {"calc": {"read": 1, "twice": 0, "shift": 2}}),
+    ("mini_look", {"eye": {"prefill": 1, "decode": 0}, "lm": {"prefill": 1, "decode": 0}}),
+    ("mini_look", {"eye": {"prefill": 0, "decode": 1}, "lm": {"prefill": 0, "decode": 1}}),
+    ("mini_look", {"eye": {"look": 1, "generate": 0}, "lm": {"look": 1, "generate": 0}}),
 ]
 
 

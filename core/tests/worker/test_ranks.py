@@ -33,10 +33,8 @@ def nodes_of(mini: Miniature, registry: Registry) -> list[str]:
     return [node.name for node in Driver(mini, registry).worker.plan.graph.nodes]
 
 
-MOVING = [mini for mini in MINIATURES if mini.key != "mini_look"]
-"""Those whose nodes can be anywhere: not the one that keeps what it makes of pictures."""
-SPLIT = [mini for mini in MOVING if len(nodes_of(mini, miniature_registry())) > 1]
-"""Miniatures with nodes to place apart."""
+SPLIT = [mini for mini in MINIATURES if mini.key != "mini_look" and len(nodes_of(mini, miniature_registry())) > 1]
+"""Miniatures with nodes to place apart: not the one whose nodes share what it makes of pictures."""
 
 
 def assert_all_right(driver: RankDriver, mini: Miniature, count: int, seed: int) -> None:
@@ -155,7 +153,7 @@ def test_a_rank_of_a_mesh_waits_for_the_next_step_and_not_for_the_device(
     assert follower.next_deadline() is None
 
 
-@pytest.mark.parametrize("mini", MOVING, ids=lambda m: m.key)
+@pytest.mark.parametrize("mini", MINIATURES, ids=lambda m: m.key)
 def test_each_node_twice(mini: Miniature, registry: Registry) -> None:
     """Requests are shared out between two copies of every node, with steps of few tokens."""
     placement = {node: [0, 1] for node in nodes_of(mini, registry)}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,8 @@ from diffusers_pipelines import KINDS, model_of, node_of, step
 
 from mstar.nn import ops
 from mstar.testing.compiling import fresh_compiler
-from mstar_diffusion.vae.blocks import Decoder
+from mstar_diffusion.vae import blocks
+from mstar_diffusion.vae.blocks import Decoder, doubled
 from mstar_diffusion.vae.nodes import VaeDecoder
 from mstar_diffusion.z_image.model import ZImage
 
@@ -138,6 +140,28 @@ def test_channels_stay_last(request: pytest.FixtureRequest, kind: str) -> None:
     assert len(turned) > 10
     assert all(turned)
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_biases_may_be_added_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As on a GPU, where norms and sums take them along: the picture is the same."""
+    node = node_of(request.getfixturevalue(kind), KINDS[kind], "vae_decoder")
+    latent = node.latents(torch.randn(1, 6, 4, 16, generator=torch.Generator().manual_seed(2)))
+    right, asked = node.whole(latent), []
+    monkeypatch.setattr(blocks, "_folds_biases", lambda x: asked.append(x) or True)
+    torch.testing.assert_close(node.whole(latent), right, rtol=1e-4, atol=1e-5)
+    assert len(asked) > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("channels", [1, 3, 4, 24])
+@pytest.mark.parametrize("last", [False, True])
+def test_pictures_are_doubled(dtype: torch.dtype, channels: int, last: bool) -> None:
+    x = torch.randn(2, channels, 3, 5, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    got, right = doubled(x), F.interpolate(x, scale_factor=2.0, mode="nearest")
+    assert torch.equal(got, right)
+    assert got.stride() == right.stride()
 
 
 @pytest.mark.parametrize("last", [False, True])

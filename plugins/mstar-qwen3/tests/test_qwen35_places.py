@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from test_seeing_parity import CHATS, ask
 
+import mstar
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
@@ -17,10 +19,12 @@ from mstar.runtime.service import Service
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
+from mstar.spec.tasks import ChatTask
 from mstar.testing.conformance.subject import open_registry
 from mstar.testing.drive import Driver
 from mstar.testing.examples import Example
 from mstar.testing.rank_drive import RankDriver
+from mstar.worker import tensor_channel
 from mstar_server.app import create_app
 
 KEY = "qwen3_5_0.8b"
@@ -45,11 +49,43 @@ def test_the_language_model_says_what_one_rank_says(folders: dict[str, Path], pl
     assert apart.worker.status()["moves"]["done"] == len(TEXTS)
 
 
-def test_a_model_that_sees_keeps_its_prompts_where_its_pictures_are(folders: dict[str, Path]) -> None:
-    with pytest.raises(DeploymentError, match="'media' keeps what it computes"):
-        RankDriver(
-            KEY, open_registry("mstar_qwen3.plugin"), folders["whole"], placement={"llm": {"prefill": 1, "decode": 0}}
-        )
+SEEING: list[dict[str, Any]] = [
+    {"prefill": 1, "decode": 0},
+    {"prefill": 0, "decode": 1},
+    {"look": 1, "generate": 0},
+]
+
+
+@pytest.mark.parametrize("values", ["shm", "gloo"])
+@pytest.mark.parametrize("places", SEEING, ids=str)
+def test_a_model_that_sees_says_what_one_rank_says(
+    folders: dict[str, Path], places: dict[str, Any], values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pictures that come again, prompts that begin alike, and steps that cut them."""
+    monkeypatch.setattr(tensor_channel, "LARGE_BYTES", 1)
+    registry, said = open_registry("mstar_qwen3.plugin"), []
+    told = {**EXACT, "scheduler": {"max_step_tokens": 24}, "engine": {"values": values}}
+    placement = {"encoder": places, "llm": places}
+    alone = Driver(KEY, registry, folders["whole"], **told)
+    apart = RankDriver(KEY, registry, folders["whole"], placement=placement, **told)
+    chats = [CHATS["a picture"], CHATS["two pictures and a video"], CHATS["several turns"], CHATS["text"]]
+    knobs = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+    for driver in (alone, apart):
+        for number, messages in enumerate([*chats, chats[0]]):
+            task = ChatTask(messages=tuple(messages), knobs=driver.spec.knobs.model_validate(knobs))
+            driver.worker.submit(driver.processor.prepare(task, str(number)).request)
+        driver.run()
+        said.append([list(driver.result(str(number))["text"]) for number in range(len(chats) + 1)])
+        driver.assert_empty()
+    assert said[0] == said[1]
+    assert said[0][0] == said[0][-1]
+    assert len({tuple(tokens) for tokens in said[0]}) == len(chats)
+    assert apart.worker.status()["moves"]["done"] >= len(chats)
+
+
+def test_who_sees_is_where_it_is_read(folders: dict[str, Path]) -> None:
+    with pytest.raises(DeploymentError, match="the nodes that share resource 'media' must be placed alike"):
+        RankDriver(KEY, open_registry("mstar_qwen3.plugin"), folders["whole"], placement={"encoder": 1})
 
 
 def answers(folder: Path, **overrides: Any) -> tuple[list[str], dict[str, Any]]:
@@ -85,3 +121,19 @@ def test_over_http_two_processes_answer_as_one(folders: dict[str, Path]) -> None
     assert len(set(want)) > 2
     assert status["moves"]["done"] == len(TEXTS)
     assert status["ranks"][0]["steps"] >= len(TEXTS)
+
+
+def test_a_divided_model_sees(folders: dict[str, Path]) -> None:
+    """Tower and language model on two processes together: pictures, known ones and those of a known head, too."""
+    extra = () if importlib.metadata.entry_points(group="mstar.plugins", name="qwen3") else ("mstar_qwen3.plugin",)
+    settings = Settings(extra_plugins=extra)
+    registry, said = Registry(load_plugins(settings)), []
+    mesh = {"ranks": [0, 1], "tp": 2}
+    divided = {"executor": "processes", "placement": {"encoder": mesh, "llm": mesh}}
+    for changed in ({"executor": "inline"}, divided):
+        told = {**EXACT, "resources": {"kv": {"tokens": 4096}}, **changed}
+        with mstar.load(KEY, weights=str(folders["whole"]), settings=settings, registry=registry, **told) as model:
+            said.append([ask(model, CHATS[name]).tokens for name in (*CHATS, "a picture")])
+            steps = [rank["steps"] for rank in model.status()["ranks"]]
+    assert said[0] == said[1]
+    assert steps[0] > len(CHATS)

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.spec.errors import MstarError, RequestError, nearest
+from mstar.spec.knobs import nearest_bound
 from mstar.spec.origin import describe
 from mstar_server.json_body import json_fault
 
@@ -166,7 +167,7 @@ def validation_fault(faults: Sequence[Any], body: Any) -> RequestError:
         return RequestError(message, param=param, code="unknown_parameter")
     text = fault["msg"].removeprefix("Value error, ")
     message = f"{param!r}: {text[:1].lower()}{text[1:]}, got {_shown(fault.get('input'))}"
-    return RequestError(message, param=param)
+    return RequestError(message + nearest_bound(fault.get("ctx", {})), param=param)
 
 
 def _shown(value: Any) -> str:

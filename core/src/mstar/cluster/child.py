@@ -161,7 +161,8 @@ class SocketChannel:
         self._links: dict[int, RankLink] = {}
 
     def receive(self, timeout: float | None) -> Sequence[Any]:
-        if timeout != 0 and not self._poller.poll(None if timeout is None else int(timeout * 1000) + 1):
+        waits = timeout != 0 and all(link.fault is None for link in self._links.values())
+        if waits and not self._poller.poll(None if timeout is None else int(timeout * 1000) + 1):
             return ()
         commands: list[Any] = []
         while True:

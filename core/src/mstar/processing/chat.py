@@ -332,8 +332,9 @@ def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise RequestError(f"{where}: arguments are not valid JSON", param=f"{where}.function.arguments") from None
+        except (ValueError, RecursionError) as error:
+            field = f"{where}.function.arguments"
+            raise RequestError(f"{field!r} are not valid JSON: {error}", param=field) from None
     return {**call, "function": function}
 
 

@@ -199,6 +199,11 @@ class Resource(abc.ABC):
         larger. ``None``: any number, and none is left out."""
         return None
 
+    @property
+    def cuts_calls(self) -> bool:
+        """Whether :meth:`portion` has a say."""
+        return type(self).portion is not Resource.portion
+
     def lookups(self) -> tuple[int, int] | None:
         """Items whose results might have been known, over all requests, and those of them that were; ``None``: it keeps
         no results."""

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, Usage
+from mstar.resources.base import IntegrityError, Owner, Resource, ResourceContext, Row, State, Usage
 from mstar.resources.budget import DoesNotFit
 from mstar.resources.media_books import MediaBooks, Piece
+from mstar.resources.staging import to_device
 from mstar.spec import resources as specs
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.request import EngineRequest
@@ -83,6 +84,8 @@ class MediaEmbeddings(Resource):
     capturable = capturable_chunks = True
     speculates = True
     batch_invariant = True
+    moves = True
+    looks_at = ("pieces", "prompt")
     spec: specs.MediaEmbeddings
 
     def __init__(self, name: str, spec: specs.MediaEmbeddings, context: ResourceContext):
@@ -176,6 +179,29 @@ class MediaEmbeddings(Resource):
             return self._contexts[owner]
         except KeyError:
             raise IntegrityError(f"{owner} has no reservation in {self.name!r}") from None
+
+    # --- from one rank to another -------------------------------------------------------------------------------------
+    def export(self, owner: Owner) -> State:
+        """``lines``: ``[M, width]``, the embeddings of the pieces that are *ready*, one after the other."""
+        context = self._get(owner)
+        ready = [number for number, piece in enumerate(context.pieces) if piece.ready]
+        facts = {"read": context.read, "ready": ready}
+        if not ready:
+            return State(facts, {})
+        lines = np.concatenate([context.pieces[number].lines for number in ready])
+        return State(facts, {"lines": self.pool.index_select(0, to_device(lines, self.pool.device))})
+
+    def adopt(self, owner: Owner, request: EngineRequest, state: State) -> None:
+        self.open(owner, request)
+        context = self._get(owner)
+        pieces = [context.pieces[number] for number in state.facts["ready"]]
+        if pieces:
+            parts = state.tensors["lines"].split([len(piece.lines) for piece in pieces])
+            new = {id(piece): (piece, part) for piece, part in zip(pieces, parts, strict=True) if not piece.ready}
+            for piece, part in new.values():
+                self.pool.index_copy_(0, to_device(piece.lines, self.pool.device), part.to(self.pool.dtype))
+                piece.ready = True
+        self._read(owner, int(state.facts["read"]))
 
     # --- prefix reuse -------------------------------------------------------------------------------------------------
     def match(self, owner: Owner, ids: Sequence[int], sibling: Owner | None = None) -> int | None:

@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 
 from mstar.spec.errors import DeploymentError, RequestError, nearest
 
-__all__ = ["Finite", "Knobs", "SamplingKnobs", "TextOptions", "read_options", "validate_knobs"]
+__all__ = ["Finite", "Knobs", "SamplingKnobs", "TextOptions", "nearest_bound", "read_options", "validate_knobs"]
 
 
 def _finite(value: Any) -> Any:
@@ -192,16 +192,21 @@ def _explain(cls: type[Knobs], name: str, fault: Any) -> str:
     if "multiple_of" in context and last in known:
         near = _nearest_multiple(fault["input"], context["multiple_of"], known[last].metadata)
         return f"{name!r}: must be a multiple of {context['multiple_of']}, got {str(fault['input'])[:80]!r}{near}"
-    valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
     reason = fault["msg"].removeprefix("Value error, ")
     message = f"{name!r}: {reason[:1].lower()}{reason[1:]}, got {str(fault['input'])[:80]!r}"
+    return message + nearest_bound(context)
+
+
+def nearest_bound(context: Mapping[str, Any]) -> str:
+    """``"; the nearest valid value is …"`` for a number out of the bound that *context*, of pydantic's fault, names;
+    else ``""``."""
+    valid = next((context[k] for k in ("ge", "gt", "le", "lt") if k in context), None)
+    if valid is None:
+        return ""
     if isinstance(valid, int) and ("gt" in context or "lt" in context):  # whole numbers have a next one
-        message += f"; the nearest valid value is {valid + 1 if 'gt' in context else valid - 1}"
-    elif valid is not None:
-        message += f"; the nearest valid value is {'just above ' if 'gt' in context else ''}{valid}"
-        if "lt" in context:
-            message = message.replace("value is ", "value is just below ")
-    return message
+        return f"; the nearest valid value is {valid + 1 if 'gt' in context else valid - 1}"
+    beside = "just above " if "gt" in context else "just below " if "lt" in context else ""
+    return f"; the nearest valid value is {beside}{valid}"
 
 
 def _nearest_multiple(value: Any, multiple: int, metadata: Sequence[Any]) -> str:

@@ -242,7 +242,7 @@ def placement_faults(placement: Mapping[str, NodePlacement], graph: Graph) -> It
     for group in dict.fromkeys(companions(graph).values()):
         moving = [node for node in group if node in layout.by_walk]
         for node in moving:
-            yield from _part_faults(node, layout.by_walk[node], graph)
+            yield from _part_faults(node, group, layout.by_walk[node], graph)
         if moving:
             yield from _order_faults(moving[0], group, graph)
     for resource, names in users_of(graph).items():
@@ -327,9 +327,10 @@ def companions(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {node: tuple(sorted(group)) for group in groups for node in sorted(group)}
 
 
-def _part_faults(node: str, parts: Collection[str], graph: Graph) -> Iterator[tuple[str, str]]:
-    """Parts of *node* that there are not."""
-    found = [(walk, looped) for walk in graph.walks for looped, _ in _uses(graph.walks[walk], (node,))]
+def _part_faults(node: str, group: Sequence[str], parts: Collection[str], graph: Graph) -> Iterator[tuple[str, str]]:
+    """Parts of *node* that there are not. It may have nothing to do in one that others of its *group* have calls in:
+    where their state goes it goes, too."""
+    found = [(walk, looped) for walk in graph.walks for looped, _ in _uses(graph.walks[walk], group)]
     walks = {walk for walk, _ in found}
     for part in parts:
         key = f"placement.{node}.{part}"

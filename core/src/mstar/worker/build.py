@@ -32,7 +32,7 @@ from mstar.spec.graph import Graph, NodeSpec
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import family_fault
-from mstar.spec.placement import Layout, Seat, layout_of, placement_faults, ranks_of, users_of
+from mstar.spec.placement import Layout, layout_of, placement_faults, ranks_of, users_of
 from mstar.spec.resources import ResourceSpec
 from mstar.worker.accord import Accord
 from mstar.worker.deterministic import option_faults
@@ -321,11 +321,6 @@ def layout_faults(
 ) -> Iterator[tuple[str, str]]:
     """What cannot be of *deployment*'s placement for a model with *graph*. *type_of*: the class of a resource."""
     yield from placement_faults(deployment.placement, graph)
-    for name, users in users_of(graph).items():
-        if name in declared and type_of(declared[name]).portion is not Resource.portion:
-            for node in users:
-                if layout_of(deployment.placement, [node]).seats[node] != (Seat(),):
-                    yield f"placement.{node}", f"{name!r} keeps what it computes: the nodes that use it run on rank 0"
     by_walk = layout_of(deployment.placement, [node.name for node in graph.nodes]).by_walk
     for name, users in users_of(graph).items():
         if name in declared and by_walk.keys() & {*users} and not type_of(declared[name]).moves:

@@ -128,7 +128,7 @@ class Worker:
             self.moves = Moves(
                 self.ranks, built.resources, built.device, lambda *call: self.walks.come(*call), self.requests.fail
             )
-        self.portions = Portions(self.resources, self.requests.owner_of)
+        self.portions = Portions(self.resources, self._owner_of_call)
         self.offers = Offers(
             self.scheduler,
             self.sharing,
@@ -472,7 +472,9 @@ class Worker:
 
     # --- books --------------------------------------------------------------------------------------------------------
     def _owner(self, work: Work, resource: str) -> Owner:
-        call = work.call
+        return self._owner_of_call(work.call, resource)
+
+    def _owner_of_call(self, call: CallRun, resource: str) -> Owner:
         return self.requests.owner_of(self.requests.live[call.run.request.id], resource, call)
 
     def _close(self, resource: str, owner: Owner) -> None:

@@ -9,34 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.engine.device import raise_if_lost
-from mstar.engine.engine import Flight
-from mstar.engine.step import RowResult, Work
-from mstar.graph.calls import CallRun
-from mstar.graph.program import CallOp
-from mstar.graph.values import Ref
+from mstar.engine.step import Work
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.base import Row as ResourceRow
-from mstar.resources.staging import Late
 from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
-from mstar.worker.handles import held, pack, ref_of
+from mstar.worker.follower_steps import AHEAD, FollowerSteps, RankRequest
+from mstar.worker.handles import pack
 from mstar.worker.lanes import lane_store
 from mstar.worker.live import failure
 from mstar.worker.messages import (
     Agreed,
     Close,
-    Contents,
     Drop,
     Export,
     Exported,
@@ -45,18 +36,14 @@ from mstar.worker.messages import (
     Found,
     FromRank,
     Import,
-    Landed,
     Learn,
-    Made,
     Match,
     Meet,
     Met,
     Missed,
     Open,
-    Part,
     Refused,
     Rewind,
-    Row,
     Run,
     Seek,
     Skip,
@@ -64,52 +51,15 @@ from mstar.worker.messages import (
     UseLanes,
 )
 from mstar.worker.moves import Leaving, adopt
+from mstar.worker.portions import Portions
 from mstar.worker.profile import device_memory
 from mstar.worker.prompt_heads import skip_known
-from mstar.worker.routing import DOUBT_S, Routing
+from mstar.worker.routing import Routing
 from mstar.worker.tensor_channel import TensorChannel, arrived, way_between
 
 __all__ = ["Follower"]
 
 log = logging.getLogger(__name__)
-
-_AHEAD = 2
-"""Steps that may run before the first is waited for: on a GPU the next is launched meanwhile."""
-
-
-class _Request:
-    """What a rank keeps of a request between its steps: what a call looks for in its run."""
-
-    def __init__(self, request: EngineRequest):
-        self.request = request
-        self.rows: dict[CallOp, Any] = {}
-        self.partly: dict[int, CallRun] = {}  # calls that are cut, by the number of their operation
-
-
-class _Partition:
-    """Stands where a call looks for its partition: streams are rank 0's."""
-
-    heard: Mapping[str, int] = {}
-
-
-class _RankCall(CallRun):
-    """A call as its rank sees it. *session*: the key of the state that sessions keep."""
-
-    __slots__ = ("session",)
-
-    def __init__(self, run: Any, op: CallOp, row: Row, inputs: dict[str, Any]):
-        partition: Any = _Partition
-        super().__init__(run, partition, op, inputs, row.length)
-        self.session = row.session
-
-
-class _Base:
-    """A value that is held for rank 0, and what the host knows of it."""
-
-    __slots__ = ("host", "tensor")
-
-    def __init__(self, tensor: Tensor, host: Any = None):
-        self.tensor, self.host = tensor, host
 
 
 class Follower:
@@ -131,11 +81,19 @@ class Follower:
         self._local = True
         self.answer: Callable[[list[FromRank]], None] = lambda answers: None
         self._inbox: deque[ToRank] = deque()
-        self._requests: dict[str, _Request] = {}
-        self._bases: dict[int, _Base] = {}
-        self._flights: deque[tuple[Run, list[Flight], float]] = deque()
+        self._requests: dict[str, RankRequest] = {}
         self._leaving: deque[tuple[int, Leaving]] = deque()  # state that goes to other ranks, by the numbers of moves
-        self._doubts: dict[int, float] = {}  # steps of a mesh that failed here → when rank 0 must have said the same
+        self._steps = FollowerSteps(
+            self.rank,
+            self.routing,
+            self.engine,
+            self._requests,
+            Portions(self.resources, self._owner_of),
+            self.channel,
+            built.device,
+            config.deployment.scheduler.step_tokens(built.device.type),
+            self._send,
+        )
 
     def facts(self, place: str | None = None) -> dict[str, Any]:
         """What rank 0 must know of this one. *place*: a folder that both see, or ``tcp://HOST`` of this one, where they
@@ -156,7 +114,7 @@ class Follower:
 
     def step(self) -> bool:
         """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
-        if self._doubts and not self._inbox and time.monotonic() > min(self._doubts.values()):
+        if self._steps.doubts and not self._inbox and time.monotonic() > min(self._steps.doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
         self._look()
         if self._leaving and self._leaving[0][1].there() and self.channel.has_room:
@@ -164,11 +122,11 @@ class Follower:
             self._send([Exported(rank=self.rank, move=move, held=leaving.held())])
             return True
         runs = bool(self._inbox) and arrived(self._inbox[0], on_host=False)
-        if runs and len(self._flights) < _AHEAD:
+        if runs and len(self._steps.flights) < AHEAD:
             self._do(self._inbox.popleft())
             return True
-        if self._flights and self.channel.has_room and (runs or self._due()):
-            self._land()
+        if self._steps.flights and self.channel.has_room and (runs or self._steps.due()):
+            self._steps.land()
             return True
         return False
 
@@ -183,16 +141,10 @@ class Follower:
     def _send(self, answers: list[FromRank]) -> None:
         self.answer(self.channel.launch(answers))
 
-    def _due(self) -> bool:
-        """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
-        computed, and is to be launched by then."""
-        message, flights, _ = self._flights[0]
-        return message.answers or all(map(self.engine.arrived, flights))
-
     def _do(self, message: ToRank) -> None:
         match message:
             case Run():
-                self._run(message)
+                self._steps.run(message)
             case Open():
                 self._open(message)
             case Meet():
@@ -200,7 +152,7 @@ class Follower:
             case UseLanes():
                 self.channel.use() if message.open else self.channel.close()
             case Agreed():
-                self._doubts.pop(message.step, None)
+                self._steps.doubts.pop(message.step, None)
             case Close():
                 self._close(message)
             case Export():
@@ -211,11 +163,13 @@ class Follower:
                 self._import(message)
             case Drop():
                 for key in message.keys:
-                    self._bases.pop(key, None)  # a step that failed has made nothing
+                    self._steps.values.pop(key, None)  # a step that failed has made nothing
             case Fetch():
-                while self._flights:
-                    self._land()
-                self._send([Fetched(rank=self.rank, contents=pack(message.key, self._bases[message.key].tensor))])
+                while self._steps.flights:
+                    self._steps.land()
+                self._send(
+                    [Fetched(rank=self.rank, contents=pack(message.key, self._steps.values[message.key].tensor))]
+                )
             case Rewind():
                 row = ResourceRow(Owner(*message.owner), message.tokens, message.complete)
                 self.resources[message.resource].retract(row)
@@ -233,7 +187,7 @@ class Follower:
     # --- requests -----------------------------------------------------------------------------------------------------
     def _open(self, message: Open) -> None:
         request = message.request
-        self._requests.setdefault(request.id, _Request(request))
+        self._requests.setdefault(request.id, RankRequest(request))
         try:
             for name, key, context, units in message.needs:
                 owner = Owner(key, context)
@@ -288,119 +242,13 @@ class Follower:
             self.resources[name].close(Owner(key, context))
 
     def _owner(self, work: Work, resource: str) -> Owner:
-        call: Any = work.call
+        return self._owner_of(work.call, resource)
+
+    def _owner_of(self, call: Any, resource: str) -> Owner:
         key = call.session if call.session is not None and resource in self._kept else call.run.request.id
         return Owner(key, call.op.call.context)
 
     # --- steps --------------------------------------------------------------------------------------------------------
-    def _run(self, message: Run) -> None:
-        began = time.perf_counter()
-        for contents in message.values:
-            self._bases[contents.key] = _Base(*held(contents, self._device))
-        work = [self._work(row) for row in message.rows]
-        flights = self.engine.launch(work)
-        first = 0
-        for flight in flights:
-            if flight.failure is None:
-                self._keep(message.step, first, flight)
-                for w in flight.work:
-                    w.call.done += w.tokens
-                    w.call.chunks += 1
-            first += len(flight.work)
-        if message.answers:
-            self._fetch(message, flights)
-        for w, row in zip(work, message.rows, strict=True):
-            if not w.complete:
-                self._requests[row.request].partly[row.op] = w.call
-        self._flights.append((message, flights, began))
-
-    def _work(self, row: Row) -> Work:
-        run = self._requests[row.request]
-        call = run.partly.pop(row.op, None) if row.start else None
-        if call is None:
-            inputs = {port: self._input(value) for port, value in row.inputs.items()}
-            call = _RankCall(run, self.routing.ops[row.op], row, inputs)
-            call.done = row.start
-        return Work(call, row.start, row.tokens, row.complete)
-
-    def _input(self, value: Any) -> Any:
-        if not isinstance(value, Part):
-            return value
-        base = self._bases[value.key]
-        return ref_of(value, base.tensor, base.host)
-
-    def _keep(self, step: int, first: int, flight: Flight) -> None:
-        """Name the step's outputs as rank 0 does."""
-        for key, ref in self.routing.bases(step, first, flight):
-            self._bases[key] = _Base(ref.base)
-
-    def _fetch(self, message: Run, flights: list[Flight]) -> None:
-        """Have what rank 0 wants of the step come to the host behind it, and not behind the step after it."""
-        leaving = self.routing.leaving_of(row.op for row in message.rows)
-        wanted = self.routing.wanted_of(row.op for row in message.rows)
-        on_the_way: dict[int, Late] = {}
-        results = [r for flight in flights if flight.outcome is not None for r in flight.outcome.results]
-        with torch.inference_mode():
-            for port, ref in chain.from_iterable((result.outputs or {}).items() for result in results):
-                if port in leaving and ref.late is None and (port in wanted or not self.channel.takes(ref.base)):
-                    if id(ref.base) not in on_the_way:
-                        on_the_way[id(ref.base)] = Late(ref.base)
-                    ref.late = on_the_way[id(ref.base)]
-
-    def _land(self) -> None:
-        message, flights, began = self._flights.popleft()
-        results = [result for flight in flights for result in self.engine.land(flight)]
-        failed = any(isinstance(result, Exception) for result in results)
-        if failed and self.routing.meshed(message.rows[0].op):
-            self._doubts[message.step] = time.monotonic() + DOUBT_S
-        bases: list[Contents] = []
-        calls: list[Made] = []
-        if message.answers:
-            leaving = self.routing.leaving_of(row.op for row in message.rows)
-            wanted = self.routing.wanted_of(row.op for row in message.rows)
-            numbers: dict[int, int] = {}
-            for index, (row, result) in enumerate(zip(message.rows, results, strict=True)):
-                if isinstance(result, Exception):
-                    calls.append(Made(failed=failure(row.request, result)))
-                else:
-                    outputs = self._outputs(message, index, result, numbers, bases, leaving, wanted)
-                    calls.append(Made(outputs, result.logprobs))
-        elif failed:
-            calls = [
-                Made(failed=failure(row.request, result)) if isinstance(result, Exception) else Made()
-                for row, result in zip(message.rows, results, strict=True)
-            ]
-        seconds = time.perf_counter() - began
-        self._send([Landed(rank=self.rank, step=message.step, seconds=seconds, bases=bases, calls=calls)])
-
-    def _outputs(
-        self,
-        message: Run,
-        index: int,
-        result: RowResult,
-        numbers: dict[int, int],
-        bases: list[Contents],
-        leaving: frozenset[str],
-        wanted: frozenset[str],
-    ) -> dict[str, tuple[int, int, int, bool]]:
-        """Where the outputs of the step's *index*-th call lie in *bases*, which grow by those that are new."""
-        outputs = {}
-        for port, ref in (result.outputs or {}).items():
-            number = numbers.get(id(ref.base))
-            if number is None:
-                number = numbers[id(ref.base)] = len(bases)
-                key = self.routing.key(message.step, index, message.rows[index].op, port)
-                bases.append(self._contents(key, ref, port in leaving, port in wanted))
-            outputs[port] = (number, ref.start, ref.stop, ref.row)
-        return outputs
-
-    def _contents(self, key: int, ref: Ref, leaving: bool, wanted: bool) -> Contents:
-        """*wanted*: on the host of rank 0."""
-        if not leaving:
-            return pack(key, ref.base, contents=False)
-        if not wanted and self.channel.takes(ref.base):
-            return self.channel.pack(key, ref.base)
-        return pack(key, ref.base if ref.late is None else ref.late.tensor())
 
     # --- what a worker has besides ------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
@@ -412,9 +260,9 @@ class Follower:
         raise IntegrityError("rank 0 takes acknowledgements")
 
     def next_deadline(self) -> float | None:
-        if self._flights or self._leaving or self.channel.busy:
+        if self._steps.flights or self._leaving or self.channel.busy:
             return time.monotonic()  # it is looked at again soon, or at once when the next step comes
-        return min(self._doubts.values(), default=None)
+        return min(self._steps.doubts.values(), default=None)
 
     def events(self) -> list[Event]:
         return []
@@ -426,7 +274,7 @@ class Follower:
             "engine": self.engine.runner.status(),
             "resources": {name: resource.usage()._asdict() for name, resource in self.resources.items()},
             "requests": len(self._requests),
-            "values": len(self._bases),
+            "values": len(self._steps.values),
             "on_the_way": self.channel.on_the_way,
             "memory": dict(device_memory(self._device)),
         }
@@ -435,7 +283,6 @@ class Follower:
         self.channel.close()
         self._store = None
         self._inbox.clear()
-        self._flights.clear()
+        self._steps.clear()
         self._leaving.clear()
-        self._bases.clear()
         self._requests.clear()

@@ -46,6 +46,10 @@ class Arriving:
     def __init__(self, data: Tensor, transfer: Transfer):
         self._data, self.transfer = data, transfer
 
+    def there(self) -> bool:
+        """Whether it has come. What fails on its way never does."""
+        return self.transfer.over() and self.transfer.fault is None
+
     def bytes(self) -> Tensor:
         """*data*, on its device; for a step that reads it, once it is usable."""
         return self.transfer.hand_over(self._data)

@@ -83,7 +83,8 @@ class _Waited:
     def over(self) -> bool:
         return self._over.is_set()
 
-    usable = over
+    def usable(self) -> bool:
+        return self._over.is_set() and self.fault is None
 
     def hand_over(self, data: Tensor) -> Tensor:
         return data
@@ -231,14 +232,13 @@ def _await(transfer: Transfer, lane: Lane) -> None:
 
 
 def _gloo_group(store: Any, number: int, local: bool) -> Any:
-    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    if local:  # this machine's own name, which gloo would ask for, may lead nowhere
-        interface = "lo0" if sys.platform == "darwin" else "lo"
-        options._devices = [distributed.ProcessGroupGloo.create_device(interface=interface)]
-    else:
-        options._devices = [distributed.ProcessGroupGloo.create_default_device()]
+    kind: Any = distributed.ProcessGroupGloo
+    if not local:
+        return kind(store, number, 2, _PATIENCE)  # by the interface that GLOO_SOCKET_IFNAME names
+    options = kind._Options()  # this machine's own name, which gloo would ask for, may lead nowhere
+    options._devices = [kind.create_device(interface="lo0" if sys.platform == "darwin" else "lo")]
     options._timeout = _PATIENCE
-    return distributed.ProcessGroupGloo(store, number, 2, options)
+    return kind(store, number, 2, options)
 
 
 def _nccl_group(store: Any, number: int) -> Any:
@@ -246,6 +246,7 @@ def _nccl_group(store: Any, number: int) -> Any:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE
+    options.is_high_priority_stream = True  # its few blocks do not queue behind those of a step
     if hasattr(options, "config"):
         options.config.max_ctas = _NCCL_CTAS
     return distributed.ProcessGroupNCCL(store, number, 2, options)

@@ -297,7 +297,7 @@ def _tokens(share: Sequence[Held], resource: str, owner: Owner) -> int:
 def _there(share: Sequence[Held]) -> bool:
     """Whether all that a rank sends of its state has come."""
     return all(
-        contents.data.transfer.over()
+        contents.data.there()
         for one in share
         for contents in one.tensors.values()
         if isinstance(contents.data, Arriving)

@@ -122,12 +122,14 @@ class Offers:
         """*call*'s share of the next step. ``None``: it waits for another, or nothing is left of it."""
         if not self._portions.concern(call.op):
             return share(call, tokens)
+        if self._ranks is not None and not self._ranks.here(call):
+            return Work(call, call.done, call.remaining, True)  # who has the pool cuts it
         live = self._live_of(call)
         assert live is not None
-        if self._portions.skip(live, call):
+        if self._portions.skip(call):
             self._known(live, call)
             return None
-        work = self._portions.work(live, call, tokens, first)
+        work = self._portions.work(call, tokens, first)
         if work is None:
             self.offer(call, time.monotonic())
         return work

@@ -9,7 +9,6 @@ from mstar.graph.calls import CallRun
 from mstar.graph.program import CallOp
 from mstar.resources.base import Owner, Resource
 from mstar.spec.errors import MstarError
-from mstar.worker.live import Live
 
 __all__ = ["Portions", "share"]
 
@@ -20,7 +19,7 @@ class Portions:
     :param owner_of: whose state a call uses in a resource.
     """
 
-    def __init__(self, resources: Mapping[str, Resource], owner_of: Callable[[Live, str, CallRun], Owner]):
+    def __init__(self, resources: Mapping[str, Resource], owner_of: Callable[[CallRun, str], Owner]):
         self._resources, self._owner_of = resources, owner_of
         self._asked: dict[CallOp, str | None] = {}
 
@@ -28,28 +27,28 @@ class Portions:
         """Whether a resource has a say in *op*'s calls."""
         return self._asks(op) is not None
 
-    def skip(self, live: Live, call: CallRun) -> bool:
+    def skip(self, call: CallRun) -> bool:
         """Leave out what is known of *call*, which is one of :meth:`concern`'s, from here on. Whether nothing is left
         of it."""
-        call.done += self._portion(live, call, call.done, 0)[0]
+        call.done += self._portion(call, call.done, 0)[0]
         return call.remaining <= 0
 
-    def work(self, live: Live, call: CallRun, tokens: int, first: bool) -> Work | None:
+    def work(self, call: CallRun, tokens: int, first: bool) -> Work | None:
         """Such a *call*'s share of a step in which *tokens* are left for it; some of it is not known. ``None``: its
         next piece is larger, and the step is not its own: it is not the *first*."""
         items = min(tokens * call.op.entry.step_items, call.remaining)
-        known, taken = self._portion(live, call, call.done, items)
+        known, taken = self._portion(call, call.done, items)
         call.done += known
         if taken > items and not first:
             return None
         end = call.done + taken
-        after = self._portion(live, call, end, 0)[0] if end < call.length else 0
+        after = self._portion(call, end, 0)[0] if end < call.length else 0
         return Work(call, call.done, taken, end + after >= call.length)
 
-    def _portion(self, live: Live, call: CallRun, start: int, most: int) -> tuple[int, int]:
+    def _portion(self, call: CallRun, start: int, most: int) -> tuple[int, int]:
         name = self._asks(call.op)
         assert name is not None
-        portion = self._resources[name].portion(self._owner_of(live, name, call), start, most)
+        portion = self._resources[name].portion(self._owner_of(call, name), start, most)
         assert portion is not None
         return portion
 
@@ -62,7 +61,7 @@ class Portions:
     def _found(self, op: CallOp) -> str | None:
         entry = op.entry
         advanced = [name for name in entry.resources if name not in entry.frozen]
-        found = [name for name in advanced if type(self._resources[name]).portion is not Resource.portion]
+        found = [name for name in advanced if self._resources[name].cuts_calls]
         if found and (entry.chunk is None or entry.outputs or len(found) > 1):
             raise MstarError(
                 f"entry {op.call.node}.{entry.name} advances {', '.join(map(repr, found))}, which keeps what it "

@@ -48,7 +48,7 @@ class RankLost(RequestError):
 class Link:
     """One other rank while it lives.
 
-    :param channel: the way for large tensors.
+    :param channel: the way for large tensors. :ivar settled: whether it is open, or will not be.
     """
 
     def __init__(self, peer: Peer, channel: TensorChannel):
@@ -60,7 +60,7 @@ class Link:
         self._rank, self._why = 0, ""
         self._own: str | None = None  # why the channel could not be opened here; empty: it could
         self._others: str | None = None  # and there
-        self._settled = False
+        self.settled = False
 
     @property
     def has_room(self) -> bool:
@@ -95,18 +95,18 @@ class Link:
 
     def _agree(self) -> None:
         """Use the channel when both ends are open, and never if one could not be opened."""
-        if self._settled or not ((self._own or self._others) or (self._own == self._others == "")):
+        if self.settled or not ((self._own or self._others) or (self._own == self._others == "")):
             return
         if fault := self._own or self._others:
             self._give_up(fault, expected=False)
             return
-        self._settled = True
+        self.settled = True
         self.channel.use()
         self.outbox.append(UseLanes())
         log.info("rank %d: large tensors pass by %s: %s", self._rank, self.channel.backend, self._why)
 
     def _give_up(self, why: str, expected: bool) -> None:
-        self._settled = True
+        self.settled = True
         self.channel.close()
         if not expected:
             self.outbox.append(UseLanes(open=False))

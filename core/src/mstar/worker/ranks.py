@@ -347,7 +347,7 @@ class Ranks:
                 "rank": rank,
                 "flying": link.flying,
                 "way": link.channel.way,
-                "opening": link.channel.opening and not link.channel.closed,
+                "opening": not link.settled,
                 "lane_bytes": {"sent": link.channel.sent, "received": link.channel.received},
             }
             for rank, link in sorted(self._links.items())

@@ -261,6 +261,17 @@ class SeatedPool(Resource):
     def cut(self, owner: Owner, tokens: int) -> int:
         return self._pool(owner).cut(owner, tokens)
 
+    @property
+    def cuts_calls(self) -> bool:
+        return self._any.cuts_calls
+
+    def portion(self, owner: Owner, start: int, most: int) -> tuple[int, int] | None:
+        return self._pool(owner).portion(owner, start, most)
+
+    def lookups(self) -> tuple[int, int] | None:
+        each = [found for pool in self.pools.values() if (found := pool.lookups()) is not None]
+        return (sum(asked for asked, _ in each), sum(hits for _, hits in each)) if each else None
+
     def retract(self, row: Any) -> None:
         self._pool(row.owner).retract(row)
 

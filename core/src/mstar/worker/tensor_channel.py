@@ -248,7 +248,7 @@ def arrived(message: Any, on_host: bool = True) -> bool:
     """Whether all that was announced with *message* is there; or, without *on_host*, whether the device may be told to
     read it."""
     return all(
-        contents.data.transfer.over() if on_host else contents.data.transfer.usable()
+        contents.data.there() if on_host else contents.data.transfer.usable()
         for contents in _contents_of(message)
         if isinstance(contents.data, Arriving)
     )

@@ -101,7 +101,7 @@ class Walks:
 
     def _known(self, live: Live, call: CallRun) -> bool:
         """Whether nothing of *call* needs to be computed."""
-        if not self._portions.concern(call.op):
+        if not self._portions.concern(call.op) or (self._ranks is not None and not self._ranks.here(call)):
             return False
         self._sharing.reuse_ahead(live, call)
-        return self._portions.skip(live, call)
+        return self._portions.skip(call)

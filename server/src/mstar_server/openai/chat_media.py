@@ -137,9 +137,11 @@ def _sampling(value: Any, param: str, options: ServerOptions, sampling: Sampling
         return sampling
     fps, frames = value.get("fps"), value.get("max_frames")
     if fps is not None and not (type(fps) in (int, float) and 0 < fps <= _MAX_FPS):
-        raise RequestError(f"'{param}.fps' must be a number above 0, at most {_MAX_FPS:g}", param=f"{param}.fps")
+        message = f"'{param}.fps' must be a number above 0, at most {_MAX_FPS:g}, got {str(fps)[:80]!r}"
+        raise RequestError(message, param=f"{param}.fps")
     if frames is not None and not (type(frames) is int and 1 <= frames <= options.max_video_frames):
-        message = f"'{param}.max_frames' must be a whole number in 1…{options.max_video_frames}"
+        most = options.max_video_frames
+        message = f"'{param}.max_frames' must be a whole number in 1…{most}, got {str(frames)[:80]!r}"
         raise RequestError(message, param=f"{param}.max_frames")
     most = frames or sampling.max_frames
     least = min(sampling.min_frames, most)

@@ -26,6 +26,7 @@ from mstar.nn.sampling import Changes
 __all__ = [
     "HeadNorms",
     "Sample",
+    "add_channels",
     "add_layer_norm",
     "add_linear",
     "add_rms_norm",
@@ -224,18 +225,34 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return _ops(x).sigmoid_mul(x, gate)  # type: ignore[no-any-return]
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False, added: Tensor | None = None
+) -> Tensor:
     """*x* ``[rows, C, ...]`` normalised over the points and channels of each of *groups* (Wu and He 2018), times
     *weight* ``[C]``, plus *bias* ``[C]``; with *silu* also activated.
 
+    :param added: ``[C]``, added to *x* first: the bias of a convolution that was computed without.
     :returns: a new tensor with the strides of *x*. On CUDA with channels last (in memory ``[rows, ..., C]``) it is
         rounded once; elsewhere the norm is rounded before it is activated.
     """
     if not x.is_cuda or torch.compiler.is_compiling() or cuda_kernels_fault() is not None:
-        return reference.group_norm(x, groups, weight, bias, eps, silu)
+        return reference.group_norm(x, groups, weight, bias, eps, silu, added)
     from mstar.nn.ops import cuda_groupnorm
 
-    return cuda_groupnorm.group_norm(x, groups, weight, bias, eps, silu)
+    return cuda_groupnorm.group_norm(x, groups, weight, bias, eps, silu, added)
+
+
+def add_channels(x: Tensor, y: Tensor, added: Tensor) -> Tensor:
+    """``x + y``, plus *added* ``[C]``: of two *x* and *y* ``[rows, C, ...]`` of one dtype. On CUDA with channels last
+    it is rounded once.
+
+    :returns: a new tensor with the strides of *x*.
+    """
+    if not x.is_cuda or torch.compiler.is_compiling() or cuda_kernels_fault() is not None:
+        return reference.add_channels(x, y, added)
+    from mstar.nn.ops import cuda_groupnorm
+
+    return cuda_groupnorm.add_channels(x, y, added)
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:

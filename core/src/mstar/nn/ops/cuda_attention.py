@@ -32,6 +32,9 @@ MOST_SPLITS = 16
 """Programs that may share a row's context of one key head: adding up more shares takes longer than they save."""
 _FILLED = 1.8
 """Programs for each multiprocessor that a launch is divided into at least."""
+_LONG = 1024
+"""Tokens of a share that is worth dividing, although there are programs enough: one long context among others would be
+waited for by all."""
 _GROUP = 16
 """Rows of the tensor cores' smallest tile, and so the most query heads of one key head."""
 _SIZES = (64, 128, 256)
@@ -71,20 +74,22 @@ def _logits(products, scale: tl.constexpr, softcap: tl.constexpr):
         return products * scale
 
 
-@triton.jit(do_not_specialize_on_alignment=["places", "indptr", "last", "indices"])
+@triton.jit(do_not_specialize=["usual", "long"], do_not_specialize_on_alignment=["places", "indptr", "last", "indices"])
 def _attend_rows(
     heads, cos, sin, q_weight, k_weight, eps, keys, values, places, indptr, last, indices, out, shares, sums, counters,
-    stride: tl.constexpr, group: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, page: tl.constexpr,
-    normed: tl.constexpr, scale: tl.constexpr, softcap: tl.constexpr, window: tl.constexpr,
+    usual, long, stride: tl.constexpr, group: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr,
+    page: tl.constexpr, normed: tl.constexpr, scale: tl.constexpr, softcap: tl.constexpr, window: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, most_splits: tl.constexpr, part: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row's query heads of one key head over a share of the context.
 
+    *usual*: shares of a context; those of more than *long* blocks are divided further, as far as there are programs.
     *window*: tokens that a query sees, itself included; 0 for all. *tile*: *group* filled up. *part*: heads whose
     shares are added up at a time.
     """
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    splits = tl.num_programs(1)
+    # Later shares begin last: where they have no work, they end beside those that have.
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    splits = tl.num_programs(2)
     width: tl.constexpr = kv_heads * size
     turning: tl.constexpr = group * kv_heads
     if pdl:
@@ -108,7 +113,7 @@ def _attend_rows(
         low = 0
     begin = low // block
     count = tl.where(low < before, tl.cdiv(before, block) - begin, 0)
-    each = tl.maximum(tl.cdiv(count, splits), 1)
+    each = tl.maximum(tl.cdiv(count, splits), tl.maximum(tl.minimum(tl.cdiv(count, usual), long), 1))
     active = tl.maximum(tl.cdiv(count, each), 1)
     if split >= active:
         return
@@ -220,6 +225,7 @@ def decode_heads(
     scratch: Scratch,
     splits: int,
     *,
+    usual: int | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -231,6 +237,7 @@ def decode_heads(
     :param tables: int32, contexts with the new token as their last: where each row's pages begin in the third
         ``[rows + 1]``, tokens in its last page ``[rows]``, all rows' pages of *page* tokens.
     :param splits: programs that a row's context is divided among. A row's result depends on it, and on no other row.
+    :param usual: as many as are to share a context that is not long; ``None``: all of them.
     :param window: , *scale* and *softcap*: as in ``KVPlan.attend``.
     :returns: ``[rows, q_heads, head_dim]``; ``None`` if the kernel does not take this, and nothing was done.
     """
@@ -257,9 +264,9 @@ def decode_heads(
     most = triton.next_power_of_2(group)
     part = max(min(most, _COMBINED // (MOST_SPLITS * size)), 1)
     options = {"launch_pdl": True} if PDL else {}
-    _attend_rows[(kv_heads, splits, rows)](
+    _attend_rows[(kv_heads, rows, splits)](
         heads, cos, sin, q_weight, k_weight, float(eps), keys, values, places, indptr, last, indices, out,
-        scratch.shares, scratch.sums, scratch.counters,
+        scratch.shares, scratch.sums, scratch.counters, usual or splits, _LONG // block,
         stride, group, kv_heads, size, page, norms is not None, scale, float(softcap or 0), int(window or 0),
         _GROUP, block, MOST_SPLITS, part, PDL, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip

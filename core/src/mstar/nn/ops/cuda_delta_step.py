@@ -9,19 +9,18 @@ pieces, or asked for twice, matrices come slower. :class:`Way` has the ways to d
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mstar.nn.ops import pdl
+from mstar.nn.ops.cuda_attention import _processors
 from mstar.nn.ops.cuda_delta_chunks import gates
 from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
 
-__all__ = ["Way", "launch", "or_source", "step", "way_for"]
+__all__ = ["Way", "or_source", "step", "way_for"]
 
 _WARP = 4096
 """Numbers of a matrix that a warp holds, 128 a thread. With fewer, there would be more threads than channels, and
@@ -222,46 +221,26 @@ def step(
 
     :param way: another one than :func:`way_for` chooses.
     """
-    if spans.rows:
-        grid, arguments, options = launch(
-            mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm, out, way
-        )
-        _delta_step[grid](*arguments, **options)
-
-
-def launch(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    conv_weight: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    spans: Spans,
-    window: StateSlots,
-    state: StateSlots,
-    norm: GatedNorm | None,
-    out: Tensor,
-    way: Way | None = None,
-) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and options of the kernel that :func:`step` starts."""
+    if not spans.rows:
+        return
     _, v_heads, key, value = state.pool.shape
     gate, scale, eps = (mixed, mixed, 0.0) if norm is None else norm
     k_heads = (mixed.shape[1] - v_heads * value) // (2 * key)
     way = way or way_for(spans.rows * v_heads, key, value)
-    processors = _processors(state.pool.device)
     resident = way.resident if spans.single else 0
-    programs = min(max(resident * processors // v_heads, 1), spans.rows) if resident else spans.rows
-    arguments = (
+    programs = spans.rows
+    if resident:
+        programs = min(max(resident * _processors(state.pool.device) // v_heads, 1), spans.rows)
+    options = {"num_warps": way.warps, **pdl.options()}
+    if way.registers and state.pool.is_cuda:
+        options["maxnreg"] = way.registers
+    _delta_step[(v_heads, programs)](
         mixed, a, b, conv_weight, a_log, dt_bias, spans.offsets, window.pool, window.source, or_source(window),
         state.pool, state.source, or_source(state), gate, scale, out, float(eps), spans.rows, mixed.stride(0),
         a.stride(0), b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1],
         k_heads, v_heads, key, value, min(way.groups, value // 16), window.target is not None,
-        state.target is not None, norm is not None, spans.single, resident > 0, way.stages, pdl.enabled(),
+        state.target is not None, norm is not None, spans.single, resident > 0, way.stages, pdl.enabled(), **options,
     )  # fmt: skip
-    options = {"num_warps": way.warps, **pdl.options()}
-    if way.registers and state.pool.is_cuda:
-        options["maxnreg"] = way.registers
-    return (v_heads, programs), arguments, options
 
 
 def way_for(matrices: int, key: int, value: int) -> Way:
@@ -269,11 +248,6 @@ def way_for(matrices: int, key: int, value: int) -> Way:
     if key == value == 128:
         return next(way for most, way in _WAYS if most is None or matrices <= most)
     return Way(max(key * value // _WARP, 1))
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def or_source(slots: StateSlots) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mstar.nn.ops import pdl, reference
 
-__all__ = ["group_norm"]
+__all__ = ["add_channels", "group_norm"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,8 +40,8 @@ def _power(size: int) -> int:
 
 @triton.jit
 def _moments(
-    x, means, squares, points, tiles: tl.constexpr, channels: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
-    early: tl.constexpr,
+    x, added, means, squares, points, tiles: tl.constexpr, channels: tl.constexpr, adds: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     number, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -51,12 +51,15 @@ def _moments(
     mean = tl.zeros((tile, block), tl.float32)
     square = tl.zeros((tile, block), tl.float32)
     seen = tl.zeros((tile,), tl.float32)
+    before = tl.zeros((block,), tl.float32)
+    if adds:
+        before = tl.load(added + channel, mask=channel < channels, other=0).to(tl.float32)
     for turn in tl.range(0, tiles, num_stages=3):  # the next tiles are on their way meanwhile
         point = begin + turn * tile + tl.arange(0, tile)
         real = point < end  # the last piece may have fewer tiles
         inside = real[:, None] & (channel < channels)[None, :]
         at = (row * points + point)[:, None] * channels + channel[None, :]
-        value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + before[None, :]
         seen += tl.where(real, 1.0, 0.0)
         moved = tl.where(inside, value - mean, 0)
         mean += moved * (1 / tl.maximum(seen, 1))[:, None]
@@ -105,8 +108,8 @@ def _factors(
 
 @triton.jit
 def _apply(
-    x, factor, addend, out, points, channels: tl.constexpr, activated: tl.constexpr, tile: tl.constexpr,
-    block: tl.constexpr, early: tl.constexpr,
+    x, added, factor, addend, out, points, channels: tl.constexpr, adds: tl.constexpr, activated: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     row = tl.program_id(1).to(tl.int64)
@@ -115,6 +118,8 @@ def _apply(
     known = channel < channels
     times = tl.load(factor + row * channels + channel, mask=known, other=0)
     plus = tl.load(addend + row * channels + channel, mask=known, other=0)
+    if adds:
+        plus += tl.load(added + channel, mask=known, other=0).to(tl.float32) * times
     inside = (point < points)[:, None] & known[None, :]
     at = (row * points + point)[:, None] * channels + channel[None, :]
     value = tl.load(x + at, mask=inside, other=0).to(tl.float32) * times[None, :] + plus[None, :]
@@ -123,13 +128,47 @@ def _apply(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+@triton.jit
+def _add(
+    x, y, added, out, points, channels: tl.constexpr, tile: tl.constexpr, block: tl.constexpr, early: tl.constexpr
+):  # fmt: skip
+    pdl.begin(early)
+    point = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    channel = tl.arange(0, block)
+    known = channel < channels
+    inside = (point < points)[:, None] & known[None, :]
+    at = point[:, None] * channels + channel[None, :]
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32) + tl.load(y + at, mask=inside, other=0).to(tl.float32)
+    value += tl.load(added + channel, mask=known, other=0).to(tl.float32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def add_channels(x: Tensor, y: Tensor, added: Tensor) -> Tensor:
+    """:func:`mstar.nn.ops.add_channels`. What does not have its channels side by side goes to the reference."""
+    channels, last = x.shape[1], x.movedim(1, -1)
+    known = all(tensor.dtype in _TYPES for tensor in (x, y, added)) and x.shape == y.shape
+    side_by_side = last.is_contiguous() and y.movedim(1, -1).is_contiguous()
+    if not x.numel() or not known or channels > _TILE or not side_by_side:
+        return reference.add_channels(x, y, added)
+    points, block = x.numel() // channels, _power(channels)
+    tile = max(_TILE // 2 // block, 1)
+    out = torch.empty_like(x)
+    grid, launch = (-(-points // tile),), pdl.options()
+    _add[grid](x, y, added.contiguous(), out, points, channels, tile, block, pdl.enabled(), num_warps=8, **launch)
+    return out
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False, added: Tensor | None = None
+) -> Tensor:
     """:func:`mstar.nn.ops.group_norm`. What does not have its channels side by side goes to the reference."""
     rows, channels = x.shape[:2]
     points = x[0, 0].numel() if rows else 0
-    known = all(tensor.dtype in _TYPES for tensor in (x, weight, bias))
+    adds = added is not None
+    added = weight if added is None else added.contiguous()
+    known = all(tensor.dtype in _TYPES for tensor in (x, weight, bias, added))
     if not points or not known or channels > _TILE or not x.movedim(1, -1).is_contiguous():
-        return reference.group_norm(x, groups, weight, bias, eps, silu)
+        return reference.group_norm(x, groups, weight, bias, eps, silu, added if adds else None)
     weight, bias = weight.contiguous(), bias.contiguous()
     block = _power(channels)
     tile = max(_TILE // block, 1)
@@ -141,10 +180,14 @@ def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float,
     factor, addend = x.new_empty((2, rows, channels), dtype=torch.float32)
     out = torch.empty_like(x)
     early, launch, width = pdl.enabled(), pdl.options(), channels // groups
-    _moments[(pieces, rows)](x, means, squares, points, each, channels, tile, block, early, num_warps=8, **launch)
+    _moments[(pieces, rows)](
+        x, added, means, squares, points, each, channels, adds, tile, block, early, num_warps=8, **launch
+    )
     _factors[(groups, rows)](
         means, squares, weight, bias, factor, addend, points, each * tile, pieces, float(eps), turns, channels,
         width, _JOINED, _power(width), early, num_warps=4, **launch,
     )  # fmt: skip
-    _apply[(tiles, rows)](x, factor, addend, out, points, channels, silu, tile, block, early, num_warps=8, **launch)
+    _apply[(tiles, rows)](
+        x, added, factor, addend, out, points, channels, adds, silu, tile, block, early, num_warps=8, **launch
+    )
     return out

@@ -319,7 +319,8 @@ def _launch(
             num_warps=cut.warps, **pdl.options(),
         )  # fmt: skip
         return
-    block_m = max(most, 8)
+    # Wide tiles go through products of a warp group, which Triton makes for 16 rows and not for 8.
+    block_m = max(most, 8 if cut.narrow else 16)
     if cut.narrow:
         _narrow[(tiles, -(-rows // block_m))](
             x, weight, norm, bias, out, rows, eps, x.stride(0), out.stride(0),

@@ -19,6 +19,7 @@ __all__ = [
     "filters_of",
     "key_of",
     "launched",
+    "least_by_min_p",
     "parameters",
     "score_of",
     "scores",
@@ -49,6 +50,11 @@ def filters_of(top_ks, slot, top_p, min_p, greedy, vocab: tl.constexpr):
     top_k = tl.load(top_ks + slot)
     by_count, by_weight = (top_k > 0) & (top_k < vocab) & (not greedy), (top_p < 1) & (not greedy)
     return top_k, by_count, by_weight, by_count | by_weight | ((min_p > 0) & (not greedy))
+
+
+@triton.jit
+def least_by_min_p(min_p, best):
+    return tl.where(min_p > 0, best + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "HeadNorms",
+    "add_channels",
     "add_layer_norm",
     "add_rms_norm",
     "composed",
@@ -66,7 +67,11 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return gate.sigmoid().mul_(x)
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False) -> Tensor:
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool = False, added: Tensor | None = None
+) -> Tensor:
+    if added is not None:
+        x = x + added.view(1, -1, *[1] * (x.dim() - 2))
     if torch.compiler.is_compiling():  # torch's own becomes one opaque kernel there, which refuses some strides
         grouped = x.float().reshape(x.shape[0], groups, -1)
         var, mean = torch.var_mean(grouped, -1, correction=0, keepdim=True)
@@ -75,6 +80,10 @@ def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float,
     else:
         normed = F.group_norm(x, groups, weight, bias, eps)
     return (F.silu(normed) if silu else normed).to(x.dtype)
+
+
+def add_channels(x: Tensor, y: Tensor, added: Tensor) -> Tensor:
+    return x + (y + added.view(1, -1, *[1] * (x.dim() - 2)))
 
 
 def rotate(heads: Tensor, turning: int, cos: Tensor, sin: Tensor) -> Tensor:

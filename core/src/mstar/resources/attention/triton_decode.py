@@ -27,6 +27,8 @@ Measured on an H200 (``benchmarks/gpu_decode_attention.py``): with heads of 128 
 and ``rotate_store`` with 32 rows, 0.9 times with 64; with 4 key heads of 256 and contexts of 1,024 1.09 times with 32
 rows, 1.10 with 64, 1.06 with 128."""
 _WIDE = 256
+_DIVIDED = 4
+"""Programs among which a long context of such heads is divided at least: with many rows each would have one."""
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
@@ -63,13 +65,15 @@ class FewRows:
             return None
         key = (device, memory.kv_heads, memory.head_dim)
         if key not in self._scratch:
-            most = max(count * memory.kv_heads * self._splits(kernels, count, memory) for count in range(1, served + 1))
+            each = [self._splits(kernels, count, memory)[0] * count for count in range(1, served + 1)]
+            most = max(each) * memory.kv_heads
             self._scratch[key] = kernels.Scratch(most, memory.head_dim, device)
         return RowsPlan(kernels, memory, page, tables, self._scratch[key], self._splits(kernels, rows, memory), batch)
 
-    def _splits(self, kernels: ModuleType, rows: int, memory: KVMemory) -> int:
-        splits: int = kernels.splits_for(rows, memory.kv_heads, memory.data.device)
-        return splits
+    def _splits(self, kernels: ModuleType, rows: int, memory: KVMemory) -> tuple[int, int]:
+        """Among how many programs a row's long context is divided, and a usual one."""
+        usual: int = kernels.splits_for(rows, memory.kv_heads, memory.data.device)
+        return max(usual, _DIVIDED) if memory.head_dim == _WIDE else usual, usual
 
 
 class RowsPlan:
@@ -82,11 +86,12 @@ class RowsPlan:
         page: int,
         tables: tuple[Tensor, Tensor, Tensor],
         scratch: object,
-        splits: int,
+        splits: tuple[int, int],
         batch: KVBatch,
     ):
         self._kernels, self._memory, self._page, self._tables = kernels, memory, page, tables
-        self._scratch, self._splits, self._rows, self._sinks = scratch, splits, len(batch.lengths), batch.sink > 0
+        self._scratch, self._rows, self._sinks = scratch, len(batch.lengths), batch.sink > 0
+        self._splits, self._usual = splits
 
     def attend_heads(
         self,
@@ -117,6 +122,7 @@ class RowsPlan:
             self._page,
             self._scratch,
             self._splits,
+            usual=self._usual,
             window=window,
             scale=scale,
             softcap=softcap,
