@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -66,7 +67,9 @@ def measure(family: Family, words: argparse.Namespace, result: dict[str, Any], s
     with tempfile.TemporaryDirectory() as scratch:
         folder = made(family, Path(scratch, family.key))
         with random_weights(family.edit):
-            speaker = Speaker(family, folder, options_of(family, streams, words.seconds, device, words.tiny))
+            options = options_of(family, streams, words.seconds, device, words.tiny)
+            options["model_kwargs"] = {**options.get("model_kwargs", {}), **words.kwargs}
+            speaker = Speaker(family, folder, options)
         result.update(ready_s=speaker.load_s, phases=speaker.phases)
         try:
             if "check" in parts:
@@ -125,12 +128,14 @@ def main() -> None:
     parser.add_argument("--streams", default="", help="how many at once, with commas; default: those of the family")
     parser.add_argument("--seconds", type=float, default=10.0, help="of sound that an answer has")
     parser.add_argument("--rounds", type=int, default=2, help="answers that each listener of steady load hears")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="model_kwargs of the deployment, as JSON")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny checkpoints: does it work?")
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
     facts = environment(("torch", "triton", "flashinfer-python", "mstar-core"))
     settings = {"seconds": words.seconds, "rounds": words.rounds, "device": words.device, "tiny": words.tiny}
+    settings["kwargs"] = words.kwargs
     result: dict[str, Any] = {"environment": facts, "settings": settings, "families": {}}
     for name in words.families.split(","):
         print(name, flush=True)
