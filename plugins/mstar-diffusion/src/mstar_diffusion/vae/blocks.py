@@ -132,7 +132,7 @@ class Doubled(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        # on a CPU the order in memory that PyTorch's kernel leaves decides how the convolution rounds: as the reference's
+        # a CPU's convolution rounds by the order in memory, which is to be the reference's
         larger = doubled(x) if x.is_cuda else F.interpolate(x, scale_factor=2.0, mode="nearest")
         return self.conv(larger)  # type: ignore[no-any-return]
 
