@@ -212,14 +212,14 @@ def test_writes_to_a_reader_that_left_vanish() -> None:
 
 def test_the_client_end_counts_credit_and_playback() -> None:
     out = OutStream(Stream("audio", "a", CLIENT, ITEM, "audio", capacity=2, seconds_per_item=0.5))
-    assert out.deadline(now=7.0) == 7.0
+    assert out.played_until is None
     assert [out.sent(4, 10.0), out.sent(2, 11.0)] == [0, 1]
     assert out.full
-    assert out.deadline(now=11.0) == 10.0 + 6 * 0.5
+    assert out.played_until == 10.0 + 6 * 0.5
     out.ack(1)
     assert not out.full
     out.sent(2, 20.0)  # after seven seconds of silence
-    assert out.deadline(now=20.0) == 20.0 + 2 * 0.5
+    assert out.played_until == 20.0 + 2 * 0.5
 
 
 def test_payloads() -> None:

@@ -259,10 +259,6 @@ class OutStream:
     def ack(self, emissions: int) -> None:
         self.credit = min(self.credit + emissions, self.spec.capacity)
 
-    def deadline(self, now: float) -> float:
-        """When playback of what was sent runs out; *now* while nothing was sent."""
-        return now if self.played_until is None else self.played_until
-
     def payload(self, ref: Ref) -> tuple[Any, int]:
         """What travels to the client, and how many items it is: ints for tokens, else a numpy array of items.
 
