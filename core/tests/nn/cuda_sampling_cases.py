@@ -228,6 +228,7 @@ MIXED: list[dict[str, Any]] = [
     {"seed": 2, "top_p": 0.8, "temperature": 1.3},
     {"seed": 5, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": -0.3},
     {"seed": 7, "allowed_token_ids": (3, 4, 599), "min_tokens": 3, "stop_token_ids": (4,), "top_p": 0.9, "top_k": 2},
+    {"seed": 9, "logit_bias": {5: 4.0, 6: 3.5}, "repetition_penalty": 1.2, "top_p": 0.95},
 ]
 
 
