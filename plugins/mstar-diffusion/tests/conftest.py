@@ -18,6 +18,8 @@ from mstar_diffusion.z_image import tiny as z_image_tiny
 
 MODULE = "mstar_diffusion.plugin"
 
+torch.set_num_threads(1)  # bit for bit as the reference: with more, how a product is cut depends on its sizes
+
 
 def extra_plugins() -> tuple[str, ...]:
     """The plugin's module where it is not installed."""
