@@ -128,3 +128,22 @@ def test_names_follow_prometheus_conventions() -> None:
         assert name.endswith("_total") == (metric.kind == "counter"), name
         assert bool(metric.buckets) == (metric.kind == "histogram" and metric.source == "server"), name
         assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+async def test_ranks_have_figures_of_their_own(kit: Any) -> None:
+    rank = {"rank": 1, "steps": 7, "resources": {"kv": {"used": 2, "total": 9}}, "memory": {"resident": 5}}
+    silent = {"rank": 1, "flying": 0}  # it has not answered
+    service = kit.Service()
+
+    async def status() -> dict[str, Any]:
+        return {"running": 0, "ranks": [rank], "copies": [{"ranks": [rank]}, {"ranks": [silent]}]}
+
+    service.status = status
+    async with kit.client(service) as client:
+        found = samples((await client.get("/metrics")).text)
+    labels = (("copy", "0"), ("model", "tiny"))
+    assert found["mstar_rank_steps_total", (*labels, ("rank", "1"))] == 7
+    assert found["mstar_rank_pool_used", (*labels, ("pool", "kv"), ("rank", "1"))] == 2
+    assert found["mstar_rank_pool_size", (*labels, ("pool", "kv"), ("rank", "1"))] == 9
+    assert found["mstar_rank_memory_bytes", (labels[0], ("kind", "resident"), labels[1], ("rank", "1"))] == 5
+    assert not [key for key in found if ("copy", "1") in key[1]]

@@ -127,6 +127,11 @@ _ENTRIES = (
     _worker("mstar_memory_bytes", "gauge",
             "Memory: resident (the process); on a GPU allocated and reserved by the worker, used by everyone, total.",
             "kind"),
+    _worker("mstar_rank_steps_total", "counter", "Steps of a rank other than 0, which the figures above are of.", "copy",
+            "rank"),
+    _worker("mstar_rank_pool_used", "gauge", "Its units in use or promised.", "copy", "rank", "pool"),
+    _worker("mstar_rank_pool_size", "gauge", "Its units in all.", "copy", "rank", "pool"),
+    _worker("mstar_rank_memory_bytes", "gauge", "Its memory.", "copy", "rank", "kind"),
     _worker("mstar_observer_failures_total", "counter", "Exceptions that plugins' observer hooks raised.", "observer"),
 )  # fmt: skip
 

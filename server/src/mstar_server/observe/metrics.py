@@ -189,5 +189,19 @@ def _worker(families: _Families, model: str, status: Mapping[str, Any]) -> None:
         families.add("mstar_checkpoints_evicted_total", (model, pool), counts["evicted"])
     for kind, amount in status.get("memory", {}).items():
         families.add("mstar_memory_bytes", (model, kind), amount)
+    for copy, told in enumerate(status.get("copies", (status,))):
+        for rank in told.get("ranks", ()):
+            _rank(families, (model, str(copy), str(rank["rank"])), rank)
     for observer, failures in status.get("observer_failures", {}).items():
         families.add("mstar_observer_failures_total", (model, observer), failures)
+
+
+def _rank(families: _Families, labels: tuple[str, str, str], status: Mapping[str, Any]) -> None:
+    """The samples of a rank's *status* (:meth:`mstar.worker.follower.Follower.status`), as far as it has answered."""
+    if "steps" in status:
+        families.add("mstar_rank_steps_total", labels, status["steps"])
+    for pool, usage in status.get("resources", {}).items():
+        families.add("mstar_rank_pool_used", (*labels, pool), usage["used"])
+        families.add("mstar_rank_pool_size", (*labels, pool), usage["total"])
+    for kind, amount in status.get("memory", {}).items():
+        families.add("mstar_rank_memory_bytes", (*labels, kind), amount)

@@ -41,7 +41,7 @@ class Way(NamedTuple):
     """Of a resident program: from 2 on the next matrices are on their way into shared memory while one is computed."""
 
 
-_WAYS = ((None, Way(4)),)
+_WAYS = ((None, Way(4, 4)),)
 """Of matrices ``[128, 128]``: up to so many in a step, a way."""
 
 
