@@ -139,3 +139,11 @@ def test_an_urgent_request_goes_first_while_it_waits_and_while_it_runs() -> None
     outcome = simulate(profile(max_step_rows=1), load)
     assert outcome.whole.quantile(0.01) < 1.1 * alone
     assert outcome.whole.quantile(0.5) > 2 * alone
+
+
+def test_prompts_take_turns_with_many_decodes() -> None:
+    """A step of a prompt and one of those that decode, where it was one step."""
+    load = [Asked(0.0, 1, 200), Asked(0.5, 200, 2)]
+    together = simulate(profile(), load).report()
+    apart = simulate(profile(max_mixed_rows=0), load).report()
+    assert apart["steps"] > together["steps"]

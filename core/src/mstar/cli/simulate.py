@@ -227,6 +227,7 @@ async def _on_engine(
             "ranks": ranks_of(deployment.placement),
             "max_step_tokens": tokens,
             "max_step_rows": deployment.scheduler.max_step_rows,
+            "max_mixed_rows": deployment.scheduler.mixed_rows(device.partition(":")[0]),
             "max_queue": deployment.scheduler.max_queue,
             "max_concurrent_requests": streams,
         }
@@ -239,6 +240,7 @@ def _fit(arguments: argparse.Namespace, context: Context) -> None:
     from mstar.simulate.cost import fit
     from mstar.simulate.profile import Profile, write_profile
     from mstar.simulate.results import read_results
+    from mstar.spec.deployment import SchedulerOptions
 
     results = read_results(Path(arguments.what), arguments.shape)
     learned = fit(results.samples, results.known)
@@ -247,6 +249,7 @@ def _fit(arguments: argparse.Namespace, context: Context) -> None:
         device=results.device,
         costs={"llm": dict(learned.cost.parts)},
         max_step_tokens=1024,
+        max_mixed_rows=SchedulerOptions().mixed_rows("cuda"),
         max_concurrent_requests=128,
         error={"median": learned.median_error, "largest": learned.largest_error},
     )

@@ -28,6 +28,7 @@ class Profile(BaseModel):
     request_s: float = Field(0.0, ge=0, description="What a request takes beside its steps, in seconds.")
     max_step_tokens: int = Field(ge=1)
     max_step_rows: int = Field(256, ge=1)
+    max_mixed_rows: int | None = Field(None, ge=0, description="As `scheduler.max_mixed_rows`; none: no limit.")
     max_concurrent_requests: int = Field(32, ge=1)
     max_queue: int = Field(1024, ge=0)
     kv_tokens: int | None = Field(None, ge=1, description="Tokens that the KV cache holds; none: never short of it.")
@@ -43,7 +44,10 @@ class Profile(BaseModel):
     @property
     def scheduler(self) -> SchedulerOptions:
         return SchedulerOptions(
-            max_step_tokens=self.max_step_tokens, max_step_rows=self.max_step_rows, max_queue=self.max_queue
+            max_step_tokens=self.max_step_tokens,
+            max_step_rows=self.max_step_rows,
+            max_mixed_rows=self.max_mixed_rows,
+            max_queue=self.max_queue,
         )
 
 
