@@ -1,6 +1,6 @@
 """The decoding kernel against attention in float32, and the plans that use it.
 
-Run by ``test_cuda_ops.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
+Run by ``test_cuda_cases.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
 it there.
 """
 

@@ -1,6 +1,6 @@
 """The Triton kernels of gated delta nets against the plain torch operations in float32, from the same rounded inputs.
 
-Run by ``test_cuda_ops.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
+Run by ``test_cuda_cases.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
 them there.
 """
 

@@ -1,6 +1,6 @@
 """Attention that does not depend on the rest of the step: right, and the same bits however a step is made up.
 
-Run by ``test_cuda_ops.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
+Run by ``test_cuda_cases.py`` in Triton's interpreter, on the CPU; on a machine with a GPU ``pytest`` of this file runs
 it there.
 """
 

@@ -1,4 +1,4 @@
-"""The GPU's kernels on a GPU: the case files that ``test_cuda_ops.py`` runs in Triton's interpreter.
+"""The GPU's kernels on a GPU: the case files that ``test_cuda_cases.py`` runs in Triton's interpreter.
 
 Elsewhere they are skipped. On a machine that has pytest and none of its plugins::
 
