@@ -122,7 +122,9 @@ def _stretch(
         weights += (taken,)  # type: ignore[assignment]
     for number in tl.static_range(width - 1 + together):
         at = first + number - (width - 1)
-        inputs += (tl.load(x + at * stride + channel, mask=inside & (at < tokens), other=0),)  # type: ignore[assignment]
+        # a number: Triton 3.9's interpreter makes numbers of a block of truth values and one of them
+        taken = tl.load(x + at * stride + channel, mask=channel < tl.where(at < tokens, channels, 0), other=0)
+        inputs += (taken,)  # type: ignore[assignment]
     for number in tl.static_range(together):
         total = tl.zeros(channel.shape, tl.float32)
         if biased:
@@ -131,7 +133,7 @@ def _stretch(
             total += inputs[number + tap].to(tl.float32) * weights[tap]
         y = total / (1 + tl.exp(-total))
         place = out + (first + number) * channels + channel
-        tl.store(place, y.to(out.dtype.element_ty), mask=inside & (first + number < tokens))
+        tl.store(place, y.to(out.dtype.element_ty), mask=channel < tl.where(first + number < tokens, channels, 0))
 
 
 @triton.jit

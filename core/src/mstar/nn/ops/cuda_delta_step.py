@@ -74,11 +74,12 @@ def _convolved(inputs, weights, width: tl.constexpr):
 
 
 @triton.jit
-def _shift(target, inputs, channel, mine, width: tl.constexpr):
-    """Store the window that ends with this token."""
+def _shift(target, inputs, channel, behind, width: tl.constexpr):
+    """Store the window that ends with this token, of the channels before *behind*. (A number, since Triton 3.9's
+    interpreter makes numbers of a block of truth values and one of them.)"""
     for tap in tl.static_range(1, width):
         place = target + channel * (width - 1) + tap - 1
-        tl.store(place, inputs[tap].to(target.dtype.element_ty), mask=(channel >= 0) & mine)
+        tl.store(place, inputs[tap].to(target.dtype.element_ty), mask=channel < behind)
 
 
 @triton.jit
@@ -133,10 +134,11 @@ def _matrix(
         o = o * (z / (1 + tl.exp(-z)))
     tl.store(out + (token * v_heads + head) * value + at_v, o.to(out.dtype.element_ty))
     if window_kept:
-        first = head % group == 0  # of the programs that share queries and keys
-        _shift(target, q_in, q_channel, first, width)
-        _shift(target, k_in, k_channel, first, width)
-        _shift(target, v_in, v_channel, True, width)
+        channels: tl.constexpr = 2 * keys + v_heads * value
+        shared = tl.where(head % group == 0, channels, 0)  # the first of the programs that share queries and keys
+        _shift(target, q_in, q_channel, shared, width)
+        _shift(target, k_in, k_channel, shared, width)
+        _shift(target, v_in, v_channel, channels, width)
 
 
 @triton.jit(
