@@ -264,7 +264,7 @@ CLIP = clip()
             "qwen3_tts_base",
             {"voice": "vivian"},
             "voice",
-            "no voice 'vivian'",
+            "upload it, or send its clip as 'ref_audio'",
         ),
     ],
 )

@@ -57,9 +57,10 @@ async def known_voice(
         return name
     names = [*(voice.id for voice in voices), *further]
     near = nearest(name, names)
-    if not names:
-        clone = "; upload it, or send its clip as 'ref_audio'"
-        near = clone if "audio" in spec.inputs else "; 'default' is its only voice"
+    if "audio" in spec.inputs:
+        near += "; upload it, or send its clip as 'ref_audio'"
+    elif not names:
+        near = "; 'default' is its only voice"
     message = f"{param!r}: the model {spec.key!r} has no voice {name[:80]!r}{near}"
     raise RequestError(message, param=param, code="voice_not_found")
 
