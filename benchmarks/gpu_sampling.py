@@ -20,21 +20,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import environment, table
-from gpu_ops import copy_bandwidth
+from gpu_ops import copy_bandwidth, microseconds
 from torch import Tensor
 
 from mstar.nn.ops import cuda_sampling, pdl
 from mstar.nn.sampling import Changes
 from mstar.resources.sampler_history import GROUP, flags_of
 
-COPIES, REPEATS = 10, 8
 SEEN = 1000  # distinct tokens that a penalty knows of
 NEAR = 2e-5  # of the distribution: what float32's sums may be off
 
@@ -144,29 +143,6 @@ def wrong(step: Step) -> float:
             sides.append(share > 0 and until - share - NEAR <= step.uniforms[row].item() <= until + NEAR)
         bad += not any(sides)
     return bad / len(got)
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """One call within a graph of ``COPIES``: the best of ``REPEATS`` replays."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(COPIES):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / COPIES)
-    return min(times)
 
 
 def kernels(step: Step) -> dict[str, float]:
