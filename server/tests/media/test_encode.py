@@ -124,7 +124,7 @@ def test_transparency_survives_where_it_can():
 )
 @pytest.mark.parametrize("kind", ["noise", "smooth", "flat"])
 def test_png_is_exact(shape, kind):
-    """In one strip and in several, with one row each and more; to the last sum of the stream."""
+    """Of any size and channels, to the last sum of the stream."""
     if kind == "noise":
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     else:
@@ -138,7 +138,7 @@ def test_png_is_exact(shape, kind):
         stream += data[at + 8 : at + 8 + length] if name == b"IDAT" else b""
         at += 12 + length
     assert len(zlib.decompress(stream)) == shape[0] * (pixels[0].size + 1)
-    assert data == png(pixels), "the same bytes, whichever thread is first"
+    assert data == png(pixels), "the same bytes each time"
 
 
 def test_png_of_a_picture_with_grain_is_small():
