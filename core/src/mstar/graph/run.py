@@ -348,7 +348,8 @@ class RequestRun:
     def let_go(self) -> None:
         """The request has ended: hold none of its values any more, without waiting for the garbage collector."""
         self.over = True
-        self.values, self.judged = {}, {}
+        self.values, self.judged, self._agains = {}, {}, {}
+        del self.foresight  # it knows this run: the request's own inputs would stay with the two of them
         for stream in self.inner.values():
             stream.close()
         for partition in self.partitions:
