@@ -241,7 +241,7 @@ def measure(scratch: Path, rows: int, steps: int, step_s: float, ending: bool) -
         for _ in range(20):
             turn()
         spent: Any = Spent()
-        worker.trace = worker.engine.trace = spent
+        worker.engine.trace = spent
         gc.collect()
         gc.freeze()  # as the server does when its models are ready
         sticks: list[float] = []

@@ -51,18 +51,19 @@ def measure(rows: int, steps: int, lookahead: bool) -> dict[str, Any]:
         file = Path(folder) / "trace.json"
         driver = decoding(rows, steps, lookahead, file)
         worker = driver.worker
-        traces, taken = (worker.trace, Trace()), ([], [])  # type: tuple[Trace, Trace], tuple[list[float], list[float]]
+        traces = (worker.engine.trace, Trace())
+        taken: tuple[list[float], list[float]] = ([], [])
         gc.collect()
         gc.disable()
         others = time.process_time() - time.thread_time()
         for step in range(steps):
-            worker.trace = worker.engine.trace = traces[step % 2]
+            worker.engine.trace = traces[step % 2]
             began = time.thread_time()
             worker.step()
             taken[step % 2].append(time.thread_time() - began)
             driver.take()
         gc.enable()
-        worker.trace = traces[0]
+        worker.engine.trace = traces[0]
         worker.close()
         others = time.process_time() - time.thread_time() - others
         size = file.stat().st_size

@@ -148,7 +148,7 @@ def test_a_lost_device_is_noticed_outside_of_steps(where: str, monkeypatch: pyte
     elif where == "route":
         monkeypatch.setattr("mstar.graph.run.RequestRun.start", lost)
     else:
-        monkeypatch.setattr("mstar.worker.core.RequestRun", lost)
+        monkeypatch.setattr("mstar.worker.arrivals.RequestRun", lost)
 
     def serve() -> None:
         driver.submit("a", Example("hello"))

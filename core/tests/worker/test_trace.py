@@ -50,7 +50,7 @@ def no_stage_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def traced(key: str | Miniature, registry: Registry, file: Path, **overrides: Any) -> Driver:
     driver = Driver(key, registry, engine={"trace": str(file)}, **overrides)
-    assert isinstance(driver.worker.trace, Timeline)
+    assert isinstance(driver.worker.engine.trace, Timeline)
     return driver
 
 
@@ -202,7 +202,6 @@ def test_looking_ahead_shows(lookahead: bool, registry: Registry, file: Path) ->
 def test_off_does_nothing(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     driver = Driver("mini_chat", registry)
-    assert type(driver.worker.trace) is Trace
     assert type(driver.worker.engine.trace) is Trace
     assert not any("timeline" in name for name, _ in driver.worker.observers._callers["mstar_request_ended"])
     assert list(tmp_path.iterdir()) == []
@@ -294,7 +293,7 @@ class FullDisk:
 
 def test_a_full_disk_costs_a_warning(registry: Registry, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = traced("mini_chat", registry, file)
-    timeline: Any = driver.worker.trace
+    timeline: Any = driver.worker.engine.trace
     timeline._file._file = FullDisk(timeline._file._file, 20)
     assert_serves(driver)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]

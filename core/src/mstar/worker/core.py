@@ -10,26 +10,23 @@ overlapped one.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mstar.cluster.base import Phase, WorkerConfig
-from mstar.engine.device import raise_if_lost
-from mstar.engine.engine import Flight
-from mstar.engine.step import RowResult, Work
+from mstar.engine.step import Work
 from mstar.graph.calls import CallRun
-from mstar.graph.run import RequestRun
 from mstar.registry import Registry
 from mstar.resources.base import Owner
-from mstar.scheduler.base import Ticket
-from mstar.spec.errors import RequestError, TooBusy
+from mstar.spec.errors import RequestError
 from mstar.spec.request import Cancel, EngineRequest, Event, Push
-from mstar.worker.admission import Admission, Holding
+from mstar.worker.admission import Admission
+from mstar.worker.arrivals import Arrivals
 from mstar.worker.build import build
 from mstar.worker.elsewhere import Elsewhere
-from mstar.worker.equip import equip, warm_up
+from mstar.worker.equip import equip, scheduler_of, warm_up
+from mstar.worker.flights import Flights
 from mstar.worker.layout import Meshes
 from mstar.worker.live import Live
 from mstar.worker.lookahead import LookAhead, looks_ahead
@@ -38,7 +35,7 @@ from mstar.worker.moves import Moves
 from mstar.worker.observers import Observers
 from mstar.worker.offers import Offers
 from mstar.worker.portions import Portions
-from mstar.worker.profile import RequestProfile, StepTotals, device_memory
+from mstar.worker.profile import StepTotals, device_memory
 from mstar.worker.rank_links import Peer
 from mstar.worker.ranks import coordinate
 from mstar.worker.requests import Requests
@@ -48,8 +45,6 @@ from mstar.worker.trace import open_trace
 from mstar.worker.walks import Walks
 
 __all__ = ["Worker"]
-
-log = logging.getLogger(__name__)
 
 _OBSERVERS = (
     "mstar_request_submitted",
@@ -77,142 +72,62 @@ class Worker:
     ):
         deployment = config.deployment
         built = build(config, registry, on_phase, meshes)
-        self.config = config
-        self.observers = Observers(registry.plugins, *_OBSERVERS)
-        self.plan, self.resources = built.plan, built.resources
-        self._model, self._device, self._dtype = built.model, built.device, built.dtype
-        self.ranks = coordinate(built, config, registry)
-        if self.ranks is not None:
-            self.resources = self.ranks.books
-        self.sessions = Sessions(deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped)
-        self.admission = Admission(built.model, built.plan, self.resources, self.sessions, self.ranks)
-        limits = {n.name: n.max_rows for n in built.plan.graph.nodes}
-        device = built.device.type
-        sizes = {
-            "max_step_tokens": deployment.scheduler.step_tokens(device),
-            "max_mixed_rows": deployment.scheduler.mixed_rows(device),
-        }
-        self.scheduler = registry.scheduler(deployment.scheduler.policy)(
-            deployment.scheduler.model_copy(update=sizes),
-            group_limits=lambda group: limits.get(group[0]),
-        )
+        self.config, self.plan, self._model, self._device = config, built.plan, built.model, built.device
+        self.ranks = ranks = coordinate(built, config, registry)
+        self.resources = resources = built.resources if ranks is None else ranks.books
+        self.observers = observers = Observers(registry.plugins, *_OBSERVERS)
         self._events: list[Event] = []
-        self.requests = Requests(
-            self.admission,
-            self.sessions,
-            self.scheduler,
-            self.observers,
-            self._events.append,
-            self._forget,
-            self._over,
-            self.ranks,
+        emit = self._events.append
+
+        self.sessions = sessions = Sessions(
+            deployment.max_sessions, deployment.session_ttl_s, self._close, self._session_dropped
         )
-        self.engine = equip(built, config, registry, self._owner, self._step_done)
+        self.admission = Admission(built.model, built.plan, resources, sessions, ranks)
+        self.scheduler = scheduler = scheduler_of(built, deployment, registry)
+        self.requests = requests = Requests(
+            self.admission, sessions, scheduler, observers, emit, self._forget, self._over, ranks
+        )
+
+        self.engine = engine = equip(built, config, registry, self._owner, self._step_done)
         self._totals, self._began = StepTotals(built.plan), time.time()
-        self._steps_watched = self.observers.watched("mstar_step_done")
-        warm_up(self.engine, built, config, on_phase)
-        self.trace = self.engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
-        self.observers.add("timeline", self.trace)
-        self._lookahead = looks_ahead(deployment, built.device)
-        self._flights: list[Flight] = []
-        self.sharing = PromptSharing(
-            built.plan,
-            self.resources,
-            self.requests.live,
-            self.requests.owner_of,
-            lambda live: self.walks.start(live),
-            self.ranks,
+        self._steps_watched = observers.watched("mstar_step_done")
+        warm_up(engine, built, config, on_phase)
+        engine.trace = open_trace(deployment.engine.trace, config.key, built.device, built.resources)
+        observers.add("timeline", engine.trace)
+
+        self.sharing = sharing = PromptSharing(
+            built.plan, resources, requests.live, requests.owner_of, lambda live: self.walks.start(live), ranks
         )
-        self.moves: Moves | None = None
-        if self.ranks is not None and self.ranks.layout.by_walk:
-            self.moves = Moves(
-                self.ranks, built.resources, built.device, lambda *call: self.walks.come(*call), self.requests.fail
+        self.moves = moves = None
+        if ranks is not None and ranks.layout.by_walk:
+            self.moves = moves = Moves(
+                ranks, built.resources, built.device, lambda *call: self.walks.come(*call), requests.fail
             )
-        self.portions = Portions(self.resources, self._owner_of_call)
-        self.offers = Offers(
-            self.scheduler,
-            self.sharing,
-            self.portions,
-            self.requests.of,
-            lambda *call: self.walks.complete(*call),
-            self.ranks,
+        self.portions = Portions(resources, self._owner_of_call)
+        self.offers = offers = Offers(
+            scheduler, sharing, self.portions, requests.of, lambda *call: self.walks.complete(*call), ranks
         )
-        self.ahead = LookAhead(self.engine, self.scheduler, self.offers, self.ranks)
-        self.walks = Walks(
-            self.requests,
-            self.resources,
-            self.sharing,
-            self.portions,
-            self.offers,
-            self.ahead,
-            self.moves,
-            self.ranks,
+        self.ahead = LookAhead(engine, scheduler, offers, ranks)
+        self.walks = Walks(requests, resources, sharing, self.portions, offers, self.ahead, moves, ranks)
+        self._flights = flights = Flights(
+            engine, requests, sharing, offers, self.ahead, self.walks, ranks, looks_ahead(deployment, built.device)
         )
-        self._may_run = None if self.ranks is None else self.ranks.steps.may_run_here
-        self._elsewhere = self._with_others()
+        self._arrivals = Arrivals(
+            built, deployment, self.admission, sessions, scheduler, requests, sharing, self.walks, observers, emit
+        )
+        self._may_run, self._elsewhere = None, None
+        if ranks is not None:
+            self._may_run = ranks.steps.may_run_here
+            self._elsewhere = Elsewhere(
+                ranks, requests, sessions, sharing, moves, offers, self.walks.found, flights, self._step_done
+            )
         self._next_check = time.monotonic()
         self._checked = False
-
-    def _with_others(self) -> Elsewhere | None:
-        if self.ranks is None:
-            return None
-        return Elsewhere(
-            self.ranks,
-            self.requests,
-            self.sessions,
-            self.sharing,
-            self.moves,
-            self.offers,
-            self.walks.found,
-            self._under_way,
-            self._go_on,
-            self._step_done,
-        )
 
     # --- commands -----------------------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
         """Queue *request*. Never raises for what the request is: a refusal is a ``Failed`` event."""
-        now = time.monotonic()
-        if request.id in self.requests.live:
-            self.requests.refuse(
-                request, RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_id")
-            )
-            return
-        try:
-            live = self._admit_later(request, now)
-        except RequestError as error:
-            self.requests.refuse(request, error)
-        except Exception as error:
-            raise_if_lost(error)
-            log.exception("request %r could not be set up", request.id)
-            self.requests.refuse(request, error)
-        else:
-            self.requests.add(live)
-
-    def _admit_later(self, request: EngineRequest, now: float) -> Live:
-        needs = self.admission.needs(request)
-        run = RequestRun(self.plan, request, self._model.route, self._events.append, self._device, self._dtype)
-        timeout = self.config.deployment.request_timeout_s if request.timeout is None else request.timeout
-        live = Live(request, run, Holding(needs), now, None if timeout is None else now + timeout)
-        if request.profile:
-            live.profile = RequestProfile(now)
-        if request.session is not None:
-            session = live.holding.session = self.sessions.acquire(request.session, request.id, now, request.tenant)
-            live.fresh = not session.owners  # a context that goes on has no head to skip
-        try:
-            self._enqueue(Ticket(request.id, request.tenant, request.priority, now, live), now)
-        except RequestError:
-            self.requests.release(live, keep_session=True, now=now)
-            raise
-        return live
-
-    def _enqueue(self, ticket: Ticket, now: float) -> None:
-        try:
-            self.scheduler.submit(ticket)
-        except TooBusy:
-            # in a burst, the queue may be full of requests that need not wait: let them start first
-            self._start_requests(now)
-            self.scheduler.submit(ticket)
+        self._arrivals.submit(request)
 
     def push(self, push: Push) -> None:
         live = self.requests.live.get(push.id)
@@ -233,7 +148,7 @@ class Worker:
     # --- the loop -----------------------------------------------------------------------------------------------------
     def step(self) -> bool:
         """Admit what can be admitted and run one batch. ``False`` when nothing was ready."""
-        trace = self.trace
+        trace = self.engine.trace
         trace.begin()
         now = time.monotonic()
         self.requests.expire(now)
@@ -241,12 +156,12 @@ class Worker:
         if self.ranks is not None:
             self.ranks.steps.check_doubts(now)
         if self.scheduler.waiting:
-            self._start_requests(now)
+            self._arrivals.start(now)
         trace.stage("admit")
         moved = self.moves is not None and self.moves.step()
         sent = (self._elsewhere is not None and self._elsewhere.send_steps(now)) or moved
         work = self.offers.next_work(now, self._may_run)
-        if not work and not self._flights:
+        if not work and not self._flights.flying:
             if sent or (self.ranks is not None and self.ranks.hurries):
                 return True
             trace.rest(self.requests.running, self.scheduler.waiting)
@@ -254,16 +169,7 @@ class Worker:
             return False
         trace.stage("schedule")
         self._checked = False
-        if work and self.ranks is not None:
-            self.ranks.steps.dispatch(work)  # a mesh runs it with this rank
-        launched = self._launch(work) if work else []
-        landing = self._flights if self._lookahead else launched
-        self._flights = launched if self._lookahead else []
-        landed = [self._land(flight) for flight in landing]  # all parts of a step that failed before what follows
-        for flight, results in zip(landing, landed, strict=True):
-            self._route(flight, results)
-        self.ahead.foresee(self._flights)
-        trace.stage("foresee")
+        self._flights.step(work)
         trace.end(self.requests.running, self.scheduler.waiting, self.requests.answering)
         return True
 
@@ -312,135 +218,10 @@ class Worker:
         """End every request with an error and free everything."""
         for live in list(self.requests.live.values()):
             self.requests.fail(live, RequestError("the server is shutting down", code="shutting_down", status=503))
-        self._flights.clear()
+        self._flights.flying.clear()
         self.sessions.close()
-        self.trace.rest(self.requests.running, self.scheduler.waiting)
-        self.trace.close()
-
-    # --- requests begin -----------------------------------------------------------------------------------------------
-    def _start_requests(self, now: float) -> None:
-        failed: list[tuple[Live, Exception]] = []
-
-        def admit(ticket: Ticket) -> bool:
-            live: Live = ticket.payload
-            if self.requests.running >= self.config.deployment.max_concurrent_requests:
-                return False
-            try:
-                if not self.admission.reserve(live.request, live.holding):
-                    return False
-            except Exception as error:
-                raise_if_lost(error)
-                failed.append((live, error))
-                return True
-            self.requests.start(live, now)
-            return True
-
-        for ticket in self.scheduler.start(admit):
-            live: Live = ticket.payload
-            if live.started is not None:
-                self._begin(live)
-        for live, error in failed:
-            self.requests.fail(live, error)
-
-    def _begin(self, live: Live) -> None:
-        started = live.started or 0.0
-        self.observers.call("mstar_request_started", request=live.request, queued_s=started - live.arrival)
-        if not self.sharing.waits(live):
-            self.walks.start(live)
-
-    # --- steps --------------------------------------------------------------------------------------------------------
-    def _launch(self, work: list[Work]) -> list[Flight]:
-        flights = self.engine.launch(work)
-        if self.ranks is not None:
-            self.ranks.steps.launched(flights)
-        now = time.monotonic()
-        for flight in flights:
-            self._launched(flight, now)
-        self.trace.stage("schedule")
-        return flights
-
-    def _launched(self, flight: Flight, now: float) -> None:
-        if flight.failure is not None:
-            for w in flight.work:  # the scheduler has it no more: if it should not have been, there is nothing to drop
-                w.call.flight = flight
-            return
-        rows, began = len(flight.work), now - (time.perf_counter() - flight.began)
-        for index, w in enumerate(flight.work):
-            call = w.call
-            call.flight, call.index = flight, index
-            if w.again and not call.run.request.profile:  # nobody waits for it but its request
-                call.done = call.chunks = 1
-            else:
-                self._under_way(w, rows, began, now)
-
-    def _under_way(self, w: Work, rows: int, began: float, now: float) -> None:
-        """*w* is in a step of *rows* rows that began at *began* (monotonic seconds), here or on another rank."""
-        call = w.call
-        live = self.requests.live[call.run.request.id]
-        call.item = None
-        call.done += w.tokens
-        call.chunks += 1
-        if live.profile is not None:
-            live.profile.launched(call.op.call.node, call.op.entry.name, w.tokens, rows, began)
-        if not w.complete:
-            self.offers.offer(call, now)
-        elif live.fresh and call.op.entry.prefix:
-            self.sharing.computed(live)
-
-    def _land(self, flight: Flight) -> list[RowResult | Exception]:
-        results = self.engine.land(flight)
-        if self.ranks is not None and flight.step:
-            self.ranks.steps.landed_here(flight, results)
-        self.trace.landed(flight)
-        return results
-
-    def _route(self, flight: Flight, results: list[RowResult | Exception]) -> None:
-        if flight.unknown:
-            self._learn(flight, results)
-        for w, result in zip(flight.work, results, strict=True):
-            call = w.call
-            if call.run.over or call.dropped:
-                continue  # it has ended, or this step should not have been
-            if isinstance(result, RowResult):
-                self._go_on(w, call, result)
-            else:
-                self.requests.fail(self.requests.live[call.run.request.id], result)
-        for w in flight.work:  # a step's outputs go with the last who needs them, not with the garbage collector
-            call = w.call
-            if call.flight is flight:
-                call.flight = None
-        self.trace.routed(flight)
-
-    def _learn(self, flight: Flight, results: list[RowResult | Exception]) -> None:
-        """Tell the resources ids that were not known when *flight* was launched, of the rows that go on."""
-        calls = [w.call for w in flight.work]
-        going = [
-            i
-            for i in flight.unknown
-            if isinstance(results[i], RowResult) and not (calls[i].run.over or calls[i].dropped)
-        ]
-        told = self.engine.learn(flight, going)
-        if self.ranks is None:
-            return
-        for index, ids in told:
-            live = self.requests.live[calls[index].run.request.id]
-            for resource in flight.learners:
-                self.ranks.learn(resource.name, self.requests.owner_of(live, resource.name, calls[index]), ids)
-
-    def _go_on(self, w: Work, call: CallRun, result: RowResult) -> None:
-        run, outputs = call.run, result.outputs
-        if run.request.profile and (profile := self.requests.live[run.request.id].profile) is not None:
-            profile.landed(call.op.call.node, call.op.entry.name)
-        if not w.complete:
-            return
-        assert outputs is not None
-        try:
-            if call.again is None or not call.again.round(call, outputs):
-                run.complete(call, outputs, result.logprobs)
-            if run.ready or run.void or run.taken_back or run.finished:
-                self.walks.collect(self.requests.live[run.request.id])
-        except Exception as error:
-            self.requests.fail_raised(self.requests.live[run.request.id], error)
+        self.engine.trace.rest(self.requests.running, self.scheduler.waiting)
+        self.engine.trace.close()
 
     # --- other ranks --------------------------------------------------------------------------------------------------
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mstar.engine.step import RowResult, Work
 from mstar.graph.calls import CallRun
 from mstar.spec.request import Failed
+from mstar.worker.flights import Flights
 from mstar.worker.live import Live, failure
 from mstar.worker.messages import Exported, Found, FromRank, Landed, Met, Refused
 from mstar.worker.moves import Moves
@@ -27,9 +27,9 @@ __all__ = ["Elsewhere"]
 class Elsewhere:
     """What rank 0's worker does because of the others.
 
-    :param run: lets a call run whose prompt another rank has looked for. :param under_way: told of each row of a step
-        that others run. :param go_on: takes a row's result. :param step_done: told of node, entry, rows, items and
-        seconds.
+    :param run: lets a call run whose prompt another rank has looked for. :param flights: the steps of this rank, which
+        are told of each row of a step that others run, and of its result. :param step_done: told of node, entry, rows,
+        items and seconds.
     """
 
     def __init__(
@@ -41,13 +41,12 @@ class Elsewhere:
         moves: Moves | None,
         offers: Offers,
         run: Callable[[Live, CallRun], None],
-        under_way: Callable[[Work, int, float, float], None],
-        go_on: Callable[[Work, CallRun, RowResult], None],
+        flights: Flights,
         step_done: Callable[[str, str, int, int, float], None],
     ):
         self._ranks, self._requests, self._sessions = ranks, requests, sessions
         self._sharing, self._moves, self._offers = sharing, moves, offers
-        self._run, self._under_way, self._go_on, self._step_done = run, under_way, go_on, step_done
+        self._run, self._flights, self._step_done = run, flights, step_done
 
     def link(self, rank: int, peer: Peer, facts: Mapping[str, Any]) -> None:
         """Another rank of the layout is ready; *peer* is the way to it."""
@@ -99,7 +98,7 @@ class Elsewhere:
         while work := self._offers.next_work(now, ranks.steps.may_run_elsewhere):
             ranks.steps.dispatch(work)
             for w in work:
-                self._under_way(w, len(work), now, now)
+                self._flights.under_way(w, len(work), now, now)
             sent = True
         return sent
 
@@ -110,7 +109,7 @@ class Elsewhere:
             if isinstance(result, Failed):
                 self._requests.fail_as(result)
             else:
-                self._go_on(w, w.call, result)
+                self._flights.go_on(w, w.call, result)
         call = landing.work[0].call.op
         tokens = sum(w.tokens for w in landing.work)
         self._step_done(call.call.node, call.entry.name, len(landing.work), tokens, landing.seconds)

@@ -1,4 +1,5 @@
-"""The engine of one process: nodes, pools and runner put together, compiled and captured before the first step."""
+"""The engine of one process: nodes, pools and runner put together, compiled and captured before the first step; and the
+scheduler of a worker that has one."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from mstar.engine.engine import Engine
 from mstar.engine.step import Work
 from mstar.registry import Registry
 from mstar.resources.base import Owner
+from mstar.scheduler.base import Scheduler
+from mstar.spec.deployment import Deployment
 from mstar.worker.build import Built, compiles, runner_name
 
-__all__ = ["equip", "warm_up"]
+__all__ = ["equip", "scheduler_of", "warm_up"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,16 @@ def equip(
             built.nodes, deterministic=how.deterministic, eager_rounding=how.compile_rounding, folder=folder
         )
     return engine
+
+
+def scheduler_of(built: Built, deployment: Deployment, registry: Registry) -> Scheduler:
+    """The scheduler that *deployment* names, with its limits for what was *built*."""
+    options, device = deployment.scheduler, built.device.type
+    limits = {node.name: node.max_rows for node in built.plan.graph.nodes}
+    sizes = {"max_step_tokens": options.step_tokens(device), "max_mixed_rows": options.mixed_rows(device)}
+    return registry.scheduler(options.policy)(
+        options.model_copy(update=sizes), group_limits=lambda group: limits.get(group[0])
+    )
 
 
 def warm_up(engine: Engine, built: Built, config: WorkerConfig, on_phase: Callable[[Phase], None]) -> None:
