@@ -45,6 +45,8 @@ class CodeStream(InnerStream):
         self._next = place + 1 if place < self._last else 0
         if heard:
             self._marks.append((self.total, heard))
+        if not self.total:
+            self._begin(1)
         self._codes.append(item)
         self._new += 1
         self.total += 1
@@ -64,6 +66,6 @@ class CodeStream(InnerStream):
     def _window(self, end: int, pad: int, drop: int) -> Ref:
         codes = self._codes[:end]
         if pad:
-            codes += codes[-self._unit :] * (pad // self._unit)
+            codes += codes[-self.unit :] * (pad // self.unit)
         del self._codes[:drop]
         return Ref.whole(torch.tensor(codes, dtype=self._dtype), host=codes)

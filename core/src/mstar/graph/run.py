@@ -23,6 +23,7 @@ from mstar.graph.again import DEFAULTS, Again
 from mstar.graph.calls import CallRun, Drafted, Partition, Route
 from mstar.graph.code_streams import CodeStream
 from mstar.graph.foresight import Foresight
+from mstar.graph.preroll import Piece, Preroll
 from mstar.graph.program import CallOp, DraftEndOp, DraftOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
 from mstar.graph.streams import Chunk, InnerStream, OutStream, fresh
 from mstar.graph.values import Ref, as_tensor, torch_dtype
@@ -85,6 +86,8 @@ class RequestRun:
             s.name: InnerStream(s) if s.codes is None else CodeStream(s) for s in graph.streams if s.target != CLIENT
         }
         self.out = {s.name: OutStream(s) for s in graph.streams if s.target == CLIENT}
+        prerolls = {name: Preroll.of(out.spec, self.inner) for name, out in self.out.items()}
+        self._prerolls = {name: preroll for name, preroll in prerolls.items() if preroll is not None}  # not begun yet
         self.partitions = [
             Partition(p.name, p.walks, routes(p.name, request), tuple(self.out[name] for name in plan.feeds[p.name]))
             for p in graph.partitions
@@ -240,11 +243,34 @@ class RequestRun:
             ref, overlap = fresh(ref, out.spec.fresh, call.pulled[out.spec.fresh.pull])
         data, count = out.payload(ref)
         if count:
-            seq = out.sent(count - overlap, time.monotonic())
             told = dict(call.heard) if self.live else None
             sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
-            self._emit(Emit(id=self.request.id, stream=name, seq=seq, data=data, logprobs=sampled, heard=told))
+            piece, now = Piece(data, count - overlap, sampled, told), time.monotonic()
+            if name not in self._prerolls:
+                self._send(name, piece, now)
+            else:
+                assert out.spec.fresh is not None
+                if not self._prerolls[name].holds(piece, call.pulled[out.spec.fresh.pull], out.credit, now):
+                    self._begin(name)
         return False
+
+    def _send(self, name: str, piece: Piece, now: float) -> None:
+        seq = self.out[name].sent(piece.items, now)
+        self._emit(
+            Emit(id=self.request.id, stream=name, seq=seq, data=piece.data, logprobs=piece.logprobs, heard=piece.heard)
+        )
+
+    def _begin(self, name: str) -> None:
+        """Send what is held of a client stream; from now on nothing is."""
+        preroll = self._prerolls.pop(name, None)
+        if preroll is not None:
+            for piece in preroll.held:
+                self._send(name, piece, time.monotonic())
+
+    def send_held(self) -> None:
+        """Send all that is held for its listener: nothing more will come."""
+        for name in list(self._prerolls):
+            self._begin(name)
 
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
         """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
@@ -289,6 +315,8 @@ class RequestRun:
                 stream.end()
             if stream.spec.target == partition.name:
                 stream.close()
+        for name in [name for name in self._prerolls if self.out[name].spec.source == partition.name]:
+            self._begin(name)
         self.poke()
 
     def _advance(self, partition: Partition, pc: int) -> None:
@@ -346,7 +374,9 @@ class RequestRun:
             self.generated[sampler] = count
 
     def let_go(self) -> None:
-        """The request has ended: hold none of its values any more, without waiting for the garbage collector."""
+        """The request has ended: hold none of its values any more, without waiting for the garbage collector. What is
+        held for its listener is sent."""
+        self.send_held()
         self.over = True
         self.values, self.judged, self._agains = {}, {}, {}
         del self.foresight  # it knows this run: the request's own inputs would stay with the two of them

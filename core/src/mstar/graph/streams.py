@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ _SENSED = ("audio", "image", "video", "action")
 @dataclass(slots=True)
 class Chunk:
     """What one pull delivers: *left* items seen before, *new* ones, *ahead* ones that will come again, *pad* copies of
-    the last unit of *unit* items. *offset*: items before it. *last*: nothing will follow."""
+    the last unit of *unit* items. *offset*: items before it. *last*: nothing will follow. *at*: when it was pulled, in
+    monotonic seconds."""
 
     ref: Ref
     left: int
@@ -37,22 +39,26 @@ class Chunk:
     pad: int = 0
     offset: int = 0
     unit: int = 1
+    at: float = 0.0
 
 
 class InnerStream:
-    """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client."""
+    """Items on their way to a partition, cut by the stream's chunk policy. Written by a partition or by the client.
+
+    :ivar unit: items that are cut together.
+    """
 
     __slots__ = (
-        *("_context", "_items", "_left", "_marks", "_new", "_pulls", "_unit", "_whole"),
-        *("closed", "ended", "primed", "spec", "total"),
+        *("_began", "_context", "_first", "_items", "_left", "_marks", "_new", "_pulls", "_whole"),
+        *("closed", "ended", "primed", "spec", "total", "unit"),
     )
 
     def __init__(self, spec: Stream):
         self.spec = spec
         chunk = spec.chunk
-        self._unit = 1 if isinstance(chunk, Whole) else chunk.unit
+        self.unit = 1 if isinstance(chunk, Whole) else chunk.unit
         self._whole = self._complete(0)  # items of the next chunk, look-ahead included
-        self._context = 0 if isinstance(chunk, Whole) else chunk.left * self._unit
+        self._context = 0 if isinstance(chunk, Whole) else chunk.left * self.unit
         self.ended = False  # the writer will write no more
         self.closed = False  # the reader will read no more: writes vanish
         self.total = 0
@@ -61,6 +67,7 @@ class InnerStream:
         self._left = 0
         self._new = 0
         self._pulls = 0
+        self._began, self._first = 0.0, 0  # when the first items were written, and how many
         self._marks: deque[tuple[int, Heard]] = deque()  # (first item, what it was computed from), not delivered yet
 
     @property
@@ -76,6 +83,21 @@ class InnerStream:
     def full(self) -> bool:
         """Whether a writer must wait. Never for a reader that waits for the end: both would wait for ever."""
         return self._new >= self.spec.capacity and not self.closed and not isinstance(self.spec.chunk, Whole)
+
+    @property
+    def missing(self) -> int:
+        """Items that the next chunk lacks, as long as the stream goes on."""
+        return 0 if self._whole is None else max(0, self._whole - self._new)
+
+    def pace(self, now: float) -> float | None:
+        """Seconds an item that its writer has taken until *now*, on average since the first ones; ``None``: none came
+        since. Of a stream that goes on."""
+        since = self.total - self._first
+        return (now - self._began) / since if since > 0 else None
+
+    def _begin(self, items: int) -> None:
+        """The first *items* have come."""
+        self._began, self._first = time.monotonic(), items
 
     def write(self, items: Tensor, heard: Heard | None = None) -> None:
         """Append ``[n, *item shape]``. A writer checks :attr:`full` before it computes; one write may overshoot.
@@ -94,6 +116,8 @@ class InnerStream:
             )
         if heard:
             self._marks.append((self.total, heard))
+        if not self.total:
+            self._begin(items.shape[0])
         self._items.append(items)
         self._new += items.shape[0]
         self.total += items.shape[0]
@@ -123,14 +147,14 @@ class InnerStream:
         """Begin with *items* ``[n, *item shape]`` as context that has been delivered already: whole units, of which the
         last ones are kept."""
         self.primed = items.shape[0]
-        kept = min(self._context, self.primed - self.primed % self._unit)
+        kept = min(self._context, self.primed - self.primed % self.unit)
         self._left = kept
         self._items = [items[self.primed - kept :]] if kept else []
 
     def end(self) -> None:
         """Nothing more will be written. What there is of a unit that is not whole is dropped."""
         self.ended = True
-        rest = self._new % self._unit
+        rest = self._new % self.unit
         if rest:
             self._new, self.total = self._new - rest, self.total - rest
 
@@ -154,9 +178,9 @@ class InnerStream:
         """The next chunk. Only when :meth:`ready`."""
         chunk, size, ahead = self.spec.chunk, self._new, 0
         if not isinstance(chunk, Whole):
-            found = cut(chunk, self._pulls, self._new // self._unit, self.ended)
+            found = cut(chunk, self._pulls, self._new // self.unit, self.ended)
             assert found is not None
-            size, ahead = found[0] * self._unit, found[1] * self._unit
+            size, ahead = found[0] * self.unit, found[1] * self.unit
         left, end = self._left, self._left + size
         offset = self.primed + self.total - self._new - left
         pad = self._padding(end + ahead)
@@ -166,7 +190,7 @@ class InnerStream:
         self._left, self._new = keep, self._new - size
         self._pulls += 1
         self._whole = self._complete(self._pulls)
-        return Chunk(ref, left, last, size, ahead, pad, offset, self._unit)
+        return Chunk(ref, left, last, size, ahead, pad, offset, self.unit, time.monotonic())
 
     def _padding(self, items: int) -> int:
         """Items that fill a chunk of *items* up."""
@@ -181,8 +205,8 @@ class InnerStream:
         rest = items[drop:]
         self._items = [_released(rest)] if rest.shape[0] else []
         if pad:
-            unit = items[end - self._unit : end]
-            items, end = torch.cat([items[:end], *[unit] * (pad // self._unit)]), end + pad
+            unit = items[end - self.unit : end]
+            items, end = torch.cat([items[:end], *[unit] * (pad // self.unit)]), end + pad
         return Ref(items, 0, end)
 
     def heard(self, before: Heard) -> Heard:
@@ -200,7 +224,8 @@ class InnerStream:
     def blank(self, length: int, device: torch.device, dtype: torch.dtype) -> Chunk:
         """A chunk of zeros, or of nothing, for a pull past the end."""
         shape = [d if isinstance(d, int) else 0 for d in self.spec.port.shape]
-        return Chunk(Ref.whole(torch.zeros((length, *shape), dtype=dtype, device=device)), 0, self.drained)
+        ref = Ref.whole(torch.zeros((length, *shape), dtype=dtype, device=device))
+        return Chunk(ref, 0, self.drained, at=time.monotonic())
 
 
 def _released(rest: Tensor) -> Tensor:
