@@ -337,7 +337,9 @@ async def test_who_is_left_of_a_mesh_says_so_in_one_line(capfd: pytest.CaptureFi
     assert "rank 0 of 'sharded_chat' ends, to be started again: another rank of its mesh is gone" in line
     assert "Traceback" not in said
     assert isinstance(end, Failed)
-    assert end.message.startswith("rank 1 of 'sharded_chat' died: killed by SIGKILL"), "the one that took the other along"
+    assert end.message.startswith("rank 1 of 'sharded_chat' died: killed by SIGKILL"), (
+        "the one that took the other along"
+    )
 
 
 async def test_a_model_that_divides_nothing_is_refused() -> None:
