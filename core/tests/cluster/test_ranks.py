@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -186,11 +187,12 @@ async def test_a_dead_rank_takes_its_requests_only(arena_root: Path, caplog: pyt
             await ranks.assert_right(f"again-{name}", example)
         await ranks.assert_idle()
         assert len(list(arena_root.iterdir())) == 3  # two ranks' folders and the link's: no old one
-        assert "it is restarted" in caplog.text
+        assert "rank 1 of 'mini_seq2seq' died: killed by SIGKILL" in caplog.text
+        assert "the requests that it had a part in end, and it starts again" in caplog.text
     assert list(arena_root.iterdir()) == []
 
 
-async def test_rank_0_takes_all_with_it(arena_root: Path) -> None:
+async def test_rank_0_takes_all_with_it(arena_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with running("mini_tts", placement=APART["mini_tts"]) as ranks:
         before = ranks.executor.pids
         os.kill(before[0], signal.SIGSTOP)
@@ -201,6 +203,8 @@ async def test_rank_0_takes_all_with_it(arena_root: Path) -> None:
         end = await ranks.end("a")
         assert isinstance(end, Failed)
         assert (end.status, end.code) == (503, "worker_died")
+        assert end.message.startswith("rank 0 of 'mini_tts' died: killed by SIGKILL")
+        assert "all requests there end, and all ranks start again" in caplog.text
         await ranks.until(lambda: ranks.executor.phase.name == "ready")
         after = ranks.executor.pids
         assert not {*before.values()} & {*after.values()}
@@ -288,7 +292,9 @@ async def test_what_fails_on_all_ranks_of_a_mesh_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["fault", "kill"])
-async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root: Path) -> None:
+async def test_a_mesh_that_is_not_of_one_mind_starts_again(
+    how: str, arena_root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with running("sharded_chat", placement=TWO) as ranks:
         before = ranks.executor.pids
         if how == "kill":
@@ -300,7 +306,8 @@ async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root:
         end = await ranks.end("lost")
         if how == "fault":
             assert isinstance(end, Failed)
-            assert "not on others within 1 s" in end.message
+            assert "not on others within 1 s: ValueError: only here" in end.message
+            assert 'raise ValueError("only here")' in capfd.readouterr().err, "the traceback of what happened is logged"
         for name in others:
             await ranks.end(name)
         assert isinstance(end, Failed)
@@ -310,6 +317,29 @@ async def test_a_mesh_that_is_not_of_one_mind_starts_again(how: str, arena_root:
         example = ranks.submit_text("again", "fine")
         await ranks.assert_right("again", example)
     assert list(arena_root.iterdir()) == []
+
+
+async def test_who_is_left_of_a_mesh_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running("sharded_chat", placement=TWO) as ranks:
+        os.kill(ranks.executor.pids[1], signal.SIGSTOP)
+        ranks.submit_text("lost", "fine")
+        await asyncio.sleep(0)
+        os.kill(ranks.executor.pids[1], signal.SIGKILL)
+        said = ""
+        until = time.monotonic() + 30
+        while "another rank of its mesh is gone" not in said and time.monotonic() < until:
+            said += capfd.readouterr().err  # the executor's loop waits meanwhile: rank 0 is the first to find out
+        end = await ranks.end("lost")
+        await ranks.until(lambda: ranks.executor.phase.name == "ready")
+        said += capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if "its mesh" in line]
+    assert "WARNING worker sharded_chat, rank 0" in line
+    assert "rank 0 of 'sharded_chat' ends, to be started again: another rank of its mesh is gone" in line
+    assert "Traceback" not in said
+    assert isinstance(end, Failed)
+    assert end.message.startswith("rank 1 of 'sharded_chat' died: killed by SIGKILL"), (
+        "the one that took the other along"
+    )
 
 
 async def test_a_model_that_divides_nothing_is_refused() -> None:

@@ -13,13 +13,13 @@ import torch
 from mstar.cluster.base import Phase
 from mstar.cluster.inline import InlineExecutor
 from mstar.engine.base import Runner
-from mstar.engine.device import DeviceLost, is_lost, raise_if_lost
+from mstar.engine.device import DeviceLost, MeshLost, is_lost, raise_if_lost
 from mstar.engine.engine import Engine
 from mstar.nn.node import Node, Step
 from mstar.resources.base import Owner
 from mstar.runtime.opening import prepare_config
 from mstar.settings import Settings
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import PeerLost, RequestError
 from mstar.spec.request import Event, Failed
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import Example, miniature
@@ -48,6 +48,27 @@ def test_errors_after_which_nothing_works(error: Exception) -> None:
         raise_if_lost(error)
     assert caught.value.__cause__ is error
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "[/build/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:53990: Connection reset by peer. This is "
+            "typically caused by a remote worker hanging or bugs in the application.",
+            "Read error [127.0.0.1]:53990: Connection reset by peer",
+        ),
+        (
+            "NCCL error in: /build/NCCLUtils.hpp:121, remote process exited or there was a network error\nncclRemoteError",
+            "NCCL error in: /build/NCCLUtils.hpp:121, remote process exited or there was a network error",
+        ),
+    ],
+)
+def test_a_mesh_that_another_rank_has_left(said: str, reason: str) -> None:
+    with pytest.raises(MeshLost) as caught:
+        raise_if_lost(RuntimeError(said))
+    assert isinstance(caught.value, PeerLost)
+    assert str(caught.value) == f"another rank of its mesh is gone, or does something else ({reason})"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         found = {"copy": self.replica} if self.deployment.replicas > 1 else {}
         return {**found, "rank": self.rank} if ranks_of(self.deployment.placement) > 1 else found
 
+    @property
+    def name(self) -> str:
+        """What the worker is called in messages: ``the worker of 'KEY'``; where there are several, ``rank 0 of 'KEY'``,
+        ``copy 1 of 'KEY'`` or ``rank 0 of copy 1 of 'KEY'``."""
+        words = [f"{kind} {number}" for kind, number in reversed(self.place.items())]
+        return f"{' of '.join(words) or 'the worker'} of {self.key!r}"
+
 
 class Executor(abc.ABC):
     """Starts one model's worker(s) and carries requests to them and events back.

@@ -35,7 +35,7 @@ from mstar.cluster.worker_loop import Linked, Pulse, Steppable, run_worker
 from mstar.collector import settle as settle_collector
 from mstar.log_format import begin_logging
 from mstar.registry import load_object
-from mstar.spec.errors import FaultFound, SetupError
+from mstar.spec.errors import FaultFound, PeerLost, SetupError
 from mstar.spec.request import Cancel, Emit, Failed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def work(
 
     :param settle: makes the worker's configuration fit the machine that it runs on, given the registry.
     """
-    key = job.config.key
+    name = job.config.name
     worker: Steppable | None = None
     try:
         registry: Any = load_object(job.registry_factory)(job.config)
@@ -118,10 +118,14 @@ def work(
         return 0
     except SetupError as error:
         channel.say_goodbye(WorkerFailed(message=str(error), setup=not isinstance(error, FaultFound)))
+    except PeerLost as error:
+        shown = error if _log.isEnabledFor(logging.DEBUG) else None  # it happened there and not here
+        _log.warning("%s ends, to be started again: %s", name, error, exc_info=shown)
+        channel.say_goodbye(WorkerFailed(message=f"{name} ended: {error}", peer=True))
     except Exception as error:
         did = "died" if worker is not None else "could not be built"
-        _log.exception("the worker of %r %s", key, did)
-        channel.say_goodbye(WorkerFailed(message=f"the worker of {key!r} {did}: {type(error).__name__}: {error}"))
+        _log.exception("%s %s", name, did)
+        channel.say_goodbye(WorkerFailed(message=f"{name} {did}: {type(error).__name__}: {error}"))
     return 1
 
 

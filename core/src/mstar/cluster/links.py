@@ -79,8 +79,10 @@ class RankLink:
                 break
             try:
                 messages.extend(self._codec.decode(frame))
-            except Exception as error:  # a shared buffer went with the other rank, say
-                _log.warning("a message of another rank cannot be read: %s: %s", type(error).__name__, error)
+            except Exception as error:
+                gone = isinstance(error, FileNotFoundError)  # a shared buffer went with the other rank
+                level = logging.DEBUG if gone else logging.ERROR
+                _log.log(level, "a message of another rank cannot be read", exc_info=True)
                 self.fault, self._dead = f"{type(error).__name__}: {error}", True
         return messages
 

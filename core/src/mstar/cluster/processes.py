@@ -77,6 +77,11 @@ class ProcessesExecutor(SingleWorkerExecutor):
         """The worker's process id, ``None`` while there is none."""
         return self._child.pid if self._child is not None else None
 
+    @property
+    def _restarted(self) -> str:
+        """What is started again when the worker has died, in words."""
+        return self.config.name
+
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         try:
@@ -131,14 +136,14 @@ class ProcessesExecutor(SingleWorkerExecutor):
         try:
             child = self._attach(self.config, self.worker_factory, self._receive)
         except OSError as error:  # no memory, no descriptors, no space: may pass, so a restart tries again
-            raise SetupError(f"the worker process of {self.config.key!r} cannot be started: {error}") from error
+            raise SetupError(f"the process of {self.config.name} cannot be started: {error}") from error
         self._child = child
         exited = self._event_loop.create_task(child.exited.wait())
         try:
             await asyncio.wait([ready, exited], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 cause = await child.reap(0.0)
-                message = self._last_words or f"the worker of {self.config.key!r} ended while starting: {cause}"
+                message = self._last_words or f"{self.config.name} ended while starting: {cause}"
                 ready.set_exception(FaultFound(message))
             ready.result()
         except BaseException:
@@ -155,7 +160,7 @@ class ProcessesExecutor(SingleWorkerExecutor):
             assert child is not None  # _launch has set it
             began = time.monotonic()
             cause = await self._wait_dead(child)
-            cause = self._last_words or f"the worker of {self.config.key!r} died: {cause}"
+            cause = self._last_words or f"{self.config.name} died: {cause}"
             _log.error("%s; it is restarted", cause)
             self._child = None
             self._lose_worker(Phase(name="failed", detail=cause), cause, "worker_died")
@@ -170,7 +175,7 @@ class ProcessesExecutor(SingleWorkerExecutor):
                 return await self._launch()
             except SetupError as error:
                 self._failures += 1
-                _log.error("the worker of %r could not be restarted: %s", self.config.key, error)
+                _log.error("%s could not be restarted: %s", self._restarted, error)
                 self._set_phase(Phase(name="failed", detail=str(error)))
 
     async def _wait_dead(self, child: Attached) -> str:

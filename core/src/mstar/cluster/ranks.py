@@ -44,6 +44,8 @@ from mstar.spec.request import Event
 __all__ = ["RanksExecutor"]
 
 ASK_S = 1.0
+_OTHERS_S = 2.0
+"""How long the end of a rank that blames another waits for the other's to be noticed."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +59,11 @@ class _Rank:
         self.ready = asyncio.Event()
         self.last_words: WorkerFailed | None = None
         self.began = time.monotonic()
+
+    @property
+    def blames(self) -> bool:
+        """Whether it has ended because another has, by its own words."""
+        return self.last_words is not None and self.last_words.peer
 
 
 class RanksExecutor(ProcessesExecutor):
@@ -87,6 +94,10 @@ class RanksExecutor(ProcessesExecutor):
         self._mending: dict[tuple[int, ...], asyncio.Task[None]] = {}
         self._mended = asyncio.Event()
         self._gang_failures = 0  # in a row
+
+    @property
+    def _restarted(self) -> str:
+        return self.config.name.replace("rank 0", "all ranks", 1)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -152,9 +163,8 @@ class RanksExecutor(ProcessesExecutor):
             everyone = asyncio.gather(*ready)
             first: list[asyncio.Future[Any]] = [everyone, *exits]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            for exited in exits:
-                if exited.done():
-                    exited.result()
+            if (died := await _origin(dict(zip(exits, started, strict=True)))) is not None:
+                died.result()
             for rank in started:
                 self._link(rank)
         finally:
@@ -197,11 +207,14 @@ class RanksExecutor(ProcessesExecutor):
         await rank.child.exited.wait()
         cause, words = await rank.child.reap(self.stop_grace_s), rank.last_words
         if words is None:
-            raise FaultFound(f"rank {rank.number} of {self.config.key!r} ended while starting: {cause}")
+            raise FaultFound(f"{self._name(rank)} ended while starting: {cause}")
         raise (SetupError if words.setup else FaultFound)(self._by_rank(rank, words.message))
 
+    def _name(self, rank: _Rank) -> str:
+        return msgspec.structs.replace(self.config, rank=rank.number).name
+
     def _by_rank(self, rank: _Rank, message: str) -> str:
-        return message if message.startswith("rank ") or not rank.number else f"rank {rank.number}: {message}"
+        return message if message.startswith("rank ") else f"rank {rank.number}: {message}"
 
     async def _stop_ranks(self, grace: float) -> None:
         for task in self._mending.values():
@@ -282,19 +295,19 @@ class RanksExecutor(ProcessesExecutor):
             gang = self._layout.gang(dead.number)
             words = dead.last_words
             cause = f"{self._name(dead)} died: {cause}" if words is None else self._by_rank(dead, words.message)
-            _log.error("%s; it is restarted", cause)
             if 0 in gang:
+                _log.error("%s; all requests there end, and all ranks start again", cause)
                 await self._lose_all(dead, cause)
                 await self._restart()
             else:
+                again = f"ranks {', '.join(map(str, gang))}, a mesh, start" if len(gang) > 1 else "it starts"
+                _log.error("%s; the requests that it had a part in end, and %s again", cause, again)
                 await self._lose_gang(gang, cause)
                 self._mending[gang] = self._event_loop.create_task(self._mend(gang))
 
-    def _name(self, rank: _Rank) -> str:
-        return f"rank {rank.number} of {self.config.key!r}" if rank.number else f"the worker of {self.config.key!r}"
-
     async def _next_death(self) -> tuple[_Rank | None, str]:
-        """The rank that dies next and how; ``None`` when there are others to watch now."""
+        """The rank that dies next and how; ``None`` when there are others to watch now. Of a mesh, the one that took the
+        others with it."""
         living = [
             rank
             for number, rank in self._ranks.items()
@@ -306,7 +319,8 @@ class RanksExecutor(ProcessesExecutor):
             tasks: list[asyncio.Task[Any]] = [*watches, mended]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._mended.clear()
-            return next(((rank, task.result()) for task, rank in watches.items() if task.done()), (None, ""))
+            died = await _origin(watches)
+            return (None, "") if died is None else (watches[died], died.result())
         finally:
             for task in (*watches, mended):
                 task.cancel()
@@ -358,3 +372,16 @@ class RanksExecutor(ProcessesExecutor):
             self._settle()
             self._mended.set()
             return
+
+
+async def _origin(deaths: Mapping[asyncio.Future[Any], _Rank]) -> asyncio.Future[Any] | None:
+    """Of *deaths*, done when a rank has died, the one that the others come from; ``None`` if there is none yet."""
+    until = time.monotonic() + _OTHERS_S
+    while True:
+        died = [death for death in deaths if death.done()]
+        if first := next((death for death in died if not deaths[death].blames), None):
+            return first
+        living, left = [death for death in deaths if not death.done()], until - time.monotonic()
+        if not died or not living or left <= 0:
+            return next(iter(died), None)
+        await asyncio.wait(living, timeout=left, return_when=asyncio.FIRST_COMPLETED)

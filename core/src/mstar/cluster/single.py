@@ -63,7 +63,7 @@ class SingleWorkerExecutor(Executor):
         if self.phase.name == "ready":
             self._queue(request)
         else:
-            message = f"the worker of {self.config.key!r} is not ready ({self.phase.name})"
+            message = f"{self.config.key!r} is not ready ({self.phase.name})"
             self._event_loop.call_soon(self._end, [request.id], message, "not_ready")
 
     def push(self, push: Push) -> None:

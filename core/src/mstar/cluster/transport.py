@@ -117,10 +117,11 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_fiel
 
 class WorkerFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
     """The worker is ending because of an error. *setup*: one that the operator can mend, told in *message*; else a
-    fault of the model (:class:`~mstar.spec.errors.FaultFound`)."""
+    fault of the model (:class:`~mstar.spec.errors.FaultFound`). *peer*: it ends because another rank is gone."""
 
     message: str
     setup: bool = False
+    peer: bool = False
 
 
 Command = EngineRequest | Push | Cancel | Ack | AskStatus | Stop | LinkRank | UnlinkRank

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["DeviceLost", "is_lost", "raise_if_lost"]
+from mstar.spec.errors import PeerLost
+
+__all__ = ["DeviceLost", "MeshLost", "is_lost", "raise_if_lost"]
 
 _DEVICE = re.compile(r"\b(CUDA|HIP) error\b|\bcuDNN error\b|Triton Error \[(CUDA|HIP)\]")
 """How libraries begin what they say of a device's error. PyTorch has a class of its own for most, but not for all."""
@@ -27,10 +29,16 @@ _KEEPS_WORKING = re.compile(
 _EXCHANGE = re.compile(r"\bgloo\b|\bNCCL\b|ncclInvalidUsage|ncclRemoteError", re.IGNORECASE)
 """What an exchange among the processes of a mesh says when one of them is gone or does something else. Nothing can be
 exchanged after that."""
+_WHERE = re.compile(r"^\[\S*:\d+\] ")
+"""A place in their source, which they begin with."""
 
 
 class DeviceLost(RuntimeError):
     """The device of this worker does not work any more; the cause is what it said."""
+
+
+class MeshLost(DeviceLost, PeerLost):
+    """Nothing can be exchanged within this rank's mesh any more."""
 
 
 def is_lost(error: BaseException) -> bool:
@@ -43,14 +51,17 @@ def is_lost(error: BaseException) -> bool:
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raise :class:`DeviceLost` if that is what *error* means: for the handlers that blame a request."""
+    """Raise :class:`DeviceLost` (:class:`MeshLost`) if that is what *error* means: for the handlers that blame a
+    request."""
     if isinstance(error, DeviceLost):
         raise error
     for link in _chain(error):
         if _says_lost(link):
             said = next(iter(str(link).splitlines()), type(link).__name__)
-            what = "its mesh" if _EXCHANGE.search(said) else "the device"
-            raise DeviceLost(f"{what} is lost ({said}); every request on it has failed") from error
+            if _EXCHANGE.search(said):
+                reason = _WHERE.sub("", said).partition(". ")[0]
+                raise MeshLost(f"another rank of its mesh is gone, or does something else ({reason})") from error
+            raise DeviceLost(f"the device is lost ({said}); every request on it has failed") from error
 
 
 def _says_lost(error: BaseException) -> bool:

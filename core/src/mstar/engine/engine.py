@@ -88,9 +88,9 @@ class Engine:
         self._owner, self._on_step, self._viewed = owner, on_step, viewed
         self.trace = Trace()
         self.steps = 0
-        self.agree: Callable[[str], None] = lambda node: None
-        """Called when a step of a node has failed, before anything is repeated: where several ranks run it, it returns
-        once it has failed on all of them, and raises if it has not."""
+        self.agree: Callable[[str, Exception], None] = lambda node, failure: None
+        """Called when a step of a node has failed, and why, before anything is repeated: where several ranks run it, it
+        returns once it has failed on all of them, and raises if it has not."""
 
     # --- launch -------------------------------------------------------------------------------------------------------
     def launch(self, work: Sequence[Work]) -> list[Flight]:
@@ -103,7 +103,7 @@ class Engine:
         except Exception as error:
             raise_if_lost(error)
             failure = error
-        self.agree(work[0].call.op.call.node)
+        self.agree(work[0].call.op.call.node, failure)
         self.trace.failed(work, failure)
         if len(work) == 1:
             cause = None if isinstance(failure, RequestError) else failure

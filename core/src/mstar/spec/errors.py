@@ -17,6 +17,7 @@ __all__ = [
     "GraphError",
     "MstarError",
     "NotReady",
+    "PeerLost",
     "PluginError",
     "RequestError",
     "SetupError",
@@ -79,6 +80,11 @@ class PluginError(SetupError):
     def __init__(self, message: str, *, remedy: str = ""):
         super().__init__(message)
         self.remedy = remedy
+
+
+class PeerLost(MstarError):
+    """A process cannot go on because one that it computes with is gone, or does not answer. What happened there is known
+    there, and to whoever started both: here it is no fault."""
 
 
 class RequestError(MstarError):

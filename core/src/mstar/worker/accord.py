@@ -34,10 +34,10 @@ class Accord:
         self._store = distributed.PrefixStore("failed", store)  # type: ignore[attr-defined]
         self._failures = 0
 
-    def agree(self, node: str) -> None:
-        """A step of *node* has failed here. Returns when it has failed on all ranks.
+    def agree(self, node: str, failure: Exception) -> None:
+        """A step of *node* has failed here with *failure*. Returns when it has failed on all ranks.
 
-        :raises IntegrityError: on some it has not.
+        :raises IntegrityError: on some it has not; its cause is *failure*, of which nobody else would tell.
         """
         if node not in self._meshes:
             return
@@ -47,7 +47,8 @@ class Accord:
         others = [f"{number}-{rank}" for rank in range(self._size) if rank != self._rank]
         try:
             self._store.wait(others, datetime.timedelta(seconds=ALONE_S))
-        except RuntimeError as error:
+        except RuntimeError:  # what it says is that they have not come
             raise IntegrityError(
-                f"a step of node {node!r} failed on some ranks of its mesh and not on others within {ALONE_S:g} s"
-            ) from error
+                f"a step of node {node!r} failed on some ranks of its mesh and not on others within {ALONE_S:g} s: "
+                f"{type(failure).__name__}: {failure}"
+            ) from failure

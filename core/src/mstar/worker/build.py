@@ -101,7 +101,7 @@ def build(
     except MstarError:
         raise
     except Exception as error:
-        what = f"the worker of {spec.key!r} could not be built"
+        what = f"{config.name} could not be built"
         fault = family_fault(what, error, (spec.model, spec.processor))
         if fault is None:
             raise

@@ -18,6 +18,7 @@ from mstar.engine.step import Work
 from mstar.registry import Registry
 from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.base import Row as ResourceRow
+from mstar.spec.errors import PeerLost
 from mstar.spec.request import EngineRequest, Event
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
@@ -136,7 +137,7 @@ class Follower:
             self._send([Met(rank=self.rank, fault=fault)])
         self.channel.step()
         if self.channel.fault is not None:
-            raise IntegrityError(f"rank {self.rank} cannot exchange tensors with rank 0: {self.channel.fault}")
+            raise PeerLost(f"it cannot exchange tensors with rank 0 ({self.channel.fault})")
 
     def _send(self, answers: list[FromRank]) -> None:
         self.answer(self.channel.launch(answers))
@@ -247,8 +248,6 @@ class Follower:
     def _owner_of(self, call: Any, resource: str) -> Owner:
         key = call.session if call.session is not None and resource in self._kept else call.run.request.id
         return Owner(key, call.op.call.context)
-
-    # --- steps --------------------------------------------------------------------------------------------------------
 
     # --- what a worker has besides ------------------------------------------------------------------------------------
     def submit(self, request: EngineRequest) -> None:
