@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         if self.activation is F.silu:
-            return ops.silu_mul(gate_up)
+            return ops.silu_mul(gate_up, self.down_proj.weight)
         gate, up = gate_up.chunk(2, -1)
         return self.activation(gate).mul_(up)
 

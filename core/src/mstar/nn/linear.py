@@ -68,7 +68,7 @@ class Linear(nn.Module):
     def after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
         """``self(norm(x, delta))``, in one kernel where there is one."""
         out = self._fused_after(norm, x, delta)
-        return self(norm(x, delta)) if out is None else out
+        return self(norm(x, delta, self.weight)) if out is None else out
 
     def _fused_after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor | None:
         if delta is not None or self.product is not None:

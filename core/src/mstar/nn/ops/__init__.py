@@ -194,15 +194,22 @@ def fused_sample(device: torch.device) -> Sample | None:
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     """Add *delta* to *residual* ``[N, size]`` in place and return ``residual / sqrt(mean(residual²) + eps) * weight``.
 
     :param residual: the model's dtype or float32. :param delta: the model's dtype, or ``None`` for nothing to add.
     :param dtype: of the result, where *weight* ``[size]`` is float32 and the model is not. Default: that of *weight*.
+    :param following: the weight ``[N, size]`` of the product that comes next. With few rows a GPU begins to bring it
+        from memory meanwhile; the result is the same.
     :returns: a new tensor, rounded once.
     """
-    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype)  # type: ignore[no-any-return]
+    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype, following)  # type: ignore[no-any-return]
 
 
 def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -215,9 +222,10 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     return _ops(weight).add_layer_norm(residual, delta, weight, bias, eps)  # type: ignore[no-any-return]
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` ``[N, size]`` of *gate_up* ``[N, 2 * size]``, gate first."""
-    return _ops(gate_up).silu_mul(gate_up)  # type: ignore[no-any-return]
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` ``[N, size]`` of *gate_up* ``[N, 2 * size]``, gate first. *following*: as
+    :func:`add_rms_norm`'s."""
+    return _ops(gate_up).silu_mul(gate_up, following)  # type: ignore[no-any-return]
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

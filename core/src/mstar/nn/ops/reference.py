@@ -40,7 +40,12 @@ class HeadNorms(NamedTuple):
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     if delta is not None:
         residual.add_(delta)
@@ -58,7 +63,7 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     return F.layer_norm(residual, weight.shape, weight, bias, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
