@@ -98,6 +98,19 @@ def test_what_follows_changes_no_result() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_norm_adds_up_the_parts_of_a_product(dtype: torch.dtype, parts: int) -> None:
+    stream, weight, delta = draw(5, 96, dtype=dtype), draw(96, dtype=dtype), draw(parts, 5, 96)
+    want = stream.float() + delta.sum(0)
+    got = cuda.add_rms_norm(stream, delta, weight, 1e-5)
+    close(stream, want)
+    close(got, reference.add_rms_norm(stream.float(), None, weight.float(), 1e-5))
+    same = draw(5, 96, dtype=dtype).float()
+    close(got, reference.add_rms_norm(same, delta, weight.float(), 1e-5))
+    torch.testing.assert_close(same, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_stream_in_float32_keeps_its_precision(dtype: torch.dtype) -> None:
     stream, delta, weight = draw(5, 96), draw(5, 96, dtype=dtype), draw(96, dtype=dtype)
     before = stream.clone()

@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
         asked = {"turn": turn, "line": 128}
         for code in (
             _compile(
-                cuda._add_rms_norm, f"{same} next_weight:bf16", f"eps:fp32 {following}", added=True, **sizes, **asked
+                cuda._add_rms_norm, f"{same} next_weight:bf16", f"eps:fp32 {following}", added=3, **sizes, **asked
             ),
             _compile(
                 cuda._silu_mul, "gate_up:bf16 out:bf16 next_weight:bf16", following, stride=512, size=256, block=256,

@@ -37,7 +37,8 @@ def add_rms_norm(
     following: Tensor | None = None,
 ) -> Tensor:
     which = _KERNELS.get(weight.dtype) if dtype in (None, weight.dtype) else None
-    same = delta is None or (delta.dtype is weight.dtype and delta.is_contiguous())
+    plain = delta is not None and delta.shape == residual.shape and delta.is_contiguous()
+    same = delta is None or (plain and delta.dtype is weight.dtype)
     if which is None or residual.dtype is not torch.float32 or not residual.is_contiguous() or not same:
         return reference.add_rms_norm(residual, delta, weight, eps, dtype)
     out = torch.empty_like(residual, dtype=weight.dtype)

@@ -61,9 +61,11 @@ def _add_rms_norm(
     x = tl.load(residual + row * stride + at, mask=inside, other=0)
     w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
     if added:
-        d = tl.load(delta + row * delta_stride + at, mask=inside, other=0)
+        d = tl.load(delta + row * delta_stride + at, mask=inside, other=0).to(tl.float32)
+        for part in tl.static_range(1, added):
+            d += tl.load(delta + (part * rows + row) * delta_stride + at, mask=inside, other=0).to(tl.float32)
         # The norm is that of the stream as it is kept, rounding included.
-        x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + d).to(x.dtype)
         tl.store(residual + row * stride + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / size + eps)
@@ -82,8 +84,9 @@ def add_rms_norm(
     known = _known(residual, weight) if delta is None else _known(residual, weight, delta)
     if residual.dim() != 2 or residual.stride(1) != 1 or not known or not weight.is_contiguous():
         return reference.add_rms_norm(residual, delta, weight, eps, dtype)
-    if delta is not None and (delta.dim() != 2 or delta.stride(1) != 1):
-        delta = delta.reshape(residual.shape).contiguous()
+    parts = 0 if delta is None else 1 if delta.numel() == residual.numel() else delta.shape[0]
+    if delta is not None and (parts > 1 or delta.dim() != 2 or delta.stride(1) != 1):
+        delta = delta.reshape(-1, size).contiguous()
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if rows := residual.shape[0]:
         added = residual if delta is None else delta
@@ -93,7 +96,7 @@ def add_rms_norm(
         more, turn = (0, 0) if asked is None else (asked.programs(warps), ahead.lines_of(warps))
         _add_rms_norm[(rows + more,)](
             residual, added, weight, out, eps, rows, *(asked or ahead.nothing(weight)), residual.stride(0),
-            added.stride(0), size, delta is not None, block, turn, ahead.LINE, pdl.enabled(), num_warps=warps,
+            added.stride(0), size, parts, block, turn, ahead.LINE, pdl.enabled(), num_warps=warps,
             **pdl.options(),
         )  # fmt: skip
     return out

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from mstar.nn.ops import cuda, pdl
 from mstar.nn.ops.ahead import ask
-from mstar.nn.ops.cuda_linear_table import CLASSES, Cut, Key, config, default, row_class
+from mstar.nn.ops.cuda_linear_table import CLASSES, Cut, Key, config, default, divided, row_class
 
-__all__ = ["add_linear", "linear", "norm_gate_up", "norm_linear", "refuses"]
+__all__ = ["add_linear", "divided_linear", "linear", "norm_gate_up", "norm_linear", "refuses"]
 
 _TYPES = (torch.bfloat16, torch.float16)
 NORMED = 16
@@ -360,6 +360,16 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
         return False
     _launch(x, weight, None, 0.0, bias, residual, *found, gated=False, added=True)
     return True
+
+
+def divided_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    parts = divided(weight.shape[0], weight.shape[1], x.shape[0]) if x.dim() == 2 and weight.dim() == 2 else None
+    known = x.dtype in _TYPES and weight.dtype is x.dtype and type(weight) in (Tensor, nn.Parameter)
+    if parts is None or not known or not weight.is_contiguous() or x.stride(1) != 1:
+        return None
+    columns = weight.shape[1] // parts
+    inputs, weights = x.unflatten(1, (parts, columns)), weight.view(-1, parts, columns)
+    return torch.bmm(inputs.transpose(0, 1), weights.permute(1, 2, 0), out_dtype=torch.float32)
 
 
 def _normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, deterministic: bool) -> tuple[Tensor, Tensor | None]:
