@@ -250,3 +250,35 @@ def test_sizes_that_were_measured_slower_are_left_to_others(monkeypatch: pytest.
     assert cuda_linear.linear(x[:1], weight, None) is not None
     assert cuda_linear.norm_gate_up(x, draw(272), 1e-5, weight, None) is not None
     cuda_linear_table.config.cache_clear()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch multiplies 16-bit matrices into float32 on CUDA only")
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_parts_of_a_divided_product_add_up(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(cuda_linear_table.DIVIDED, (128, 768), ((20, 3), (40, 2)))
+    weight = draw(128, 768, dtype=dtype)
+    for rows, parts in ((1, 3), (20, 3), (21, 2), (40, 2)):
+        x = draw(rows, 800, dtype=dtype)[:, :768]
+        got = cuda_linear.divided_linear(x, weight)
+        assert got is not None
+        assert got.shape == (parts, rows, 128)
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-2)
+        each = x[:, : 768 // parts].float() @ weight[:, : 768 // parts].float().T
+        torch.testing.assert_close(got[0], each, rtol=1e-3, atol=1e-2)
+
+
+def test_products_are_divided_as_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cuda_linear_table.DIVIDED, (128, 768), ((20, 3), (40, 2)))
+    assert [cuda_linear_table.divided(128, 768, rows) for rows in (1, 20, 21, 40, 41)] == [3, 3, 2, 2, None]
+    weight = draw(128, 768)
+    assert cuda_linear.divided_linear(draw(41, 768), weight) is None
+    assert cuda_linear.divided_linear(draw(4, 768, dtype=torch.float32), weight) is None
+    assert cuda_linear.divided_linear(draw(4, 768), draw(768, 128).T) is None
+    assert cuda_linear.divided_linear(draw(4, 256), draw(128, 256)) is None
+
+
+def test_the_tables_parts_are_whole_steps() -> None:
+    for (n, k), ways in cuda_linear_table.DIVIDED.items():
+        assert [most for most, _ in ways] == sorted({most for most, _ in ways}), (n, k)
+        assert all(parts > 1 and k % (64 * parts) == 0 for _, parts in ways), (n, k)

@@ -10,9 +10,11 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from mstar.nn.ops import HeadNorms, cuda, reference
+from mstar.nn.ops import HeadNorms, ahead, cuda, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -50,6 +52,62 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int, added: bool) -> 
     close(got, reference.add_rms_norm(stream.float(), None, weight.float(), 1e-4))
     assert got.dtype == dtype
     assert got.is_contiguous()
+
+
+@triton.jit
+def _places(out, lines, of_row, of_part, row, part, turn: tl.constexpr, each: tl.constexpr):
+    number = tl.program_id(0)
+    at = number * turn + tl.arange(0, turn)
+    tl.store(out + at, ahead.places(number, lines, of_row, of_part, row, part, turn, each))
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), [(24, 1536, 1), (24, 1536, 4), (7, 64, 1), (3, 200, 1)])
+def test_lines_are_asked_for_from_the_beginning_of_each_part_of_each_row(
+    monkeypatch: pytest.MonkeyPatch, n: int, k: int, parts: int
+) -> None:
+    monkeypatch.setattr(ahead, "BYTES", 24 * 1100)
+    asked = ahead.choose(draw(n, k, dtype=torch.bfloat16), parts)
+    assert asked is not None
+    out = torch.full((asked.programs(1) * ahead.lines_of(1),), -1, device=DEVICE)
+    _places[(asked.programs(1),)](out, *asked[1:], ahead.lines_of(1), ahead.LINE // 2, num_warps=1)
+    of_part = min(1100 if n == 24 else k * 2, k * 2) // (ahead.LINE * parts)
+    want = [
+        row * k + part * (k // parts) + line * 64
+        for row in range(n)
+        for part in range(parts)
+        for line in range(of_part)
+    ]
+    assert out[: len(want)].tolist() == want
+    assert set(out[len(want) :].tolist()) <= {want[-1]}
+
+
+def test_nothing_is_asked_of_a_weight_of_which_a_row_would_get_no_line() -> None:
+    assert ahead.choose(draw(ahead.BYTES // 100, 2, dtype=torch.bfloat16), 1) is None
+    assert ahead.choose(draw(8, 40, dtype=torch.bfloat16), 1) is None
+    assert ahead.choose(draw(0, 512, dtype=torch.bfloat16), 1) is None
+
+
+def test_what_follows_changes_no_result() -> None:
+    stream, delta, weight = draw(5, 512), draw(5, 512), draw(512)
+    following = draw(300, 512, dtype=torch.bfloat16)
+    assert (ahead.plan(following, 5) is None) == INTERPRETED
+    assert ahead.plan(following, ahead.ROWS + 1) is None
+    want = cuda.add_rms_norm(stream.clone(), delta, weight, 1e-5)
+    assert torch.equal(cuda.add_rms_norm(stream.clone(), delta, weight, 1e-5, following=following), want)
+    assert torch.equal(cuda.silu_mul(stream, following), cuda.silu_mul(stream))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_norm_adds_up_the_parts_of_a_product(dtype: torch.dtype, parts: int) -> None:
+    stream, weight, delta = draw(5, 96, dtype=dtype), draw(96, dtype=dtype), draw(parts, 5, 96)
+    want = stream.float() + delta.sum(0)
+    got = cuda.add_rms_norm(stream, delta, weight, 1e-5)
+    close(stream, want)
+    close(got, reference.add_rms_norm(stream.float(), None, weight.float(), 1e-5))
+    same = draw(5, 96, dtype=dtype).float()
+    close(got, reference.add_rms_norm(same, delta, weight.float(), 1e-5))
+    torch.testing.assert_close(same, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

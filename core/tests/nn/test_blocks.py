@@ -140,6 +140,24 @@ def test_linear_layers_take_in_what_stands_beside_them(
     assert device.calls == ["norm_linear"]  # the second layer's first norm has something to add
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_parts_of_products_are_added_up_by_the_next_norm_or_at_the_end(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = random_(DecoderStack(DecoderConfig(16, 8, 2, 2, 1, 4, 12, 32, o_bias=bias, mlp_bias=bias)))
+    x, positions = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), torch.arange(3)
+    exact = stack(x.clone(), positions, _Mixing())
+    calls: list[torch.Size] = []
+
+    def divided_linear(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append(weight.shape)
+        return torch.stack([F.linear(part, w) for part, w in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)])
+
+    monkeypatch.setattr(ops, "divided_linear", divided_linear)
+    torch.testing.assert_close(stack(x.clone(), positions, _Mixing()), exact, rtol=1e-4, atol=1e-4)
+    assert calls == ([] if bias else 2 * [(8, 8), (8, 12)])  # a bias has no place among parts
+
+
 def test_an_encoder_counts_positions_from_each_rows_start_and_asks_the_host_nothing() -> None:
     class Unknown(list[int]):
         def __iter__(self) -> Any:

@@ -56,9 +56,20 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     same = "residual:bf16 delta:bf16 weight:bf16 out:bf16"
     sizes: dict[str, Any] = {"stride": 256, "delta_stride": 256, "size": 256, "block": 256}
-    assert _compile(cuda._add_rms_norm, same, "eps:fp32", added=True, **sizes)
+    following = "rows:i32 next_lines:i32 next_of_row:i32 next_of_part:i32 next_row:i32 next_part:i32"
+    for turn in (0, 256):  # lines of the weight that comes next
+        asked = {"turn": turn, "line": 128}
+        for code in (
+            _compile(
+                cuda._add_rms_norm, f"{same} next_weight:bf16", f"eps:fp32 {following}", added=3, **sizes, **asked
+            ),
+            _compile(
+                cuda._silu_mul, "gate_up:bf16 out:bf16 next_weight:bf16", following, stride=512, size=256, block=256,
+                **asked,
+            ),
+        ):  # fmt: skip
+            assert code.count("prefetch.global.L2") == turn // 128  # of a thread; a warp's go at once
     assert _compile(cuda._add_layer_norm, f"{same} bias:bf16", "eps:fp32", added=True, **sizes)
-    assert _compile(cuda._silu_mul, "gate_up:bf16 out:bf16", stride=512, size=256, block=256)
     gated: dict[str, Any] = {"stride": 256, "gate_stride": 768, "size": 256, "block": 256}
     assert _compile(cuda._sigmoid_mul, "x:bf16 gate:bf16 out:bf16", **gated)
     for several in (False, True):

@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         if self.activation is F.silu:
-            return ops.silu_mul(gate_up)
+            return ops.silu_mul(gate_up, self.down_proj.weight)
         gate, up = gate_up.chunk(2, -1)
         return self.activation(gate).mul_(up)
 
@@ -147,4 +147,4 @@ class DecoderStack(nn.Module):
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, rotation, kv)
-        return x if delta is None else x.add_(delta)
+        return x if delta is None else x.add_(ops.whole(delta))

@@ -68,7 +68,7 @@ class Linear(nn.Module):
     def after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor:
         """``self(norm(x, delta))``, in one kernel where there is one."""
         out = self._fused_after(norm, x, delta)
-        return self(norm(x, delta)) if out is None else out
+        return self(norm(x, delta, self.weight)) if out is None else out
 
     def _fused_after(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> Tensor | None:
         if delta is not None or self.product is not None:
@@ -78,11 +78,14 @@ class Linear(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         """Add ``self(x)`` to *residual* in place where one kernel does both.
 
-        :returns: what is still to be added: ``None`` or ``self(x)``.
+        :returns: what is still to be added: ``None``, ``self(x)``, or its parts (:func:`mstar.nn.ops.divided_linear`).
         """
-        if self.product is None and ops.add_linear(residual, x, self.weight, self.bias, self.deterministic):
+        if self.product is not None:
+            return self(x)  # type: ignore[no-any-return]
+        if ops.add_linear(residual, x, self.weight, self.bias, self.deterministic):
             return None
-        return self(x)  # type: ignore[no-any-return]
+        parts = None if self.bias is not None or self.deterministic else ops.divided_linear(x, self.weight)
+        return self(x) if parts is None else parts
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"

@@ -39,12 +39,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
         self.eps = eps
 
-    def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, delta: Tensor | None = None, following: Tensor | None = None) -> Tensor:
         """*x* may be float32 whatever the weight's dtype; the result has :attr:`dtype`.
 
-        :param delta: added to *x* first, in place.
+        :param delta: added to *x* first, in place. :param following: the weight of the product that comes next, which
+            a GPU may begin to read.
         """
-        return ops.add_rms_norm(x, delta, self.weight, self.eps, self.dtype)
+        return ops.add_rms_norm(x, delta, self.weight, self.eps, self.dtype, following)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mstar.nn import ops
 from mstar.nn.decoder import GatedMLP
 from mstar.nn.linear import LMHead, VocabEmbedding
 from mstar.nn.node import Step
@@ -86,7 +87,7 @@ class Qwen35Stack(nn.Module):
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, rotation, spans, kv, state)
-        return x if delta is None else x.add_(delta)
+        return x if delta is None else x.add_(ops.whole(delta))
 
 
 class Qwen35Node(CausalLMNode):

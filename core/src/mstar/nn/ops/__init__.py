@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mstar.nn.ops import reference
-from mstar.nn.ops.reference import HeadNorms
+from mstar.nn.ops.reference import HeadNorms, whole
 from mstar.nn.sampling import Changes
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "cpu_kernels_fault",
     "cuda_kernels_fault",
     "deterministic_fault",
+    "divided_linear",
     "fused_sample",
     "group_norm",
     "linear",
@@ -44,6 +45,7 @@ __all__ = [
     "sigmoid_mul",
     "silu_mul",
     "store_rows",
+    "whole",
 ]
 
 log = logging.getLogger(__name__)
@@ -164,6 +166,16 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     return kernels is not None and kernels.add_linear(residual, x, weight, bias, deterministic)
 
 
+def divided_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    """``x @ weight.T`` of *x* ``[M, K]`` and *weight* ``[N, K]`` as float32 parts ``[P, M, N]``, each of some of the
+    input features: for :func:`add_rms_norm`, which adds them up on its way, or :func:`whole`.
+
+    :returns: ``None`` where that is no faster.
+    """
+    kernels = _linear(x)
+    return None if kernels is None else kernels.divided_linear(x, weight)
+
+
 def norm_linear(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, deterministic: bool = False
 ) -> Tensor | None:
@@ -194,15 +206,23 @@ def fused_sample(device: torch.device) -> Sample | None:
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     """Add *delta* to *residual* ``[N, size]`` in place and return ``residual / sqrt(mean(residual²) + eps) * weight``.
 
-    :param residual: the model's dtype or float32. :param delta: the model's dtype, or ``None`` for nothing to add.
+    :param residual: the model's dtype or float32. :param delta: ``[N, size]`` in the model's dtype, what
+        :func:`divided_linear` gives, or ``None`` for nothing to add.
     :param dtype: of the result, where *weight* ``[size]`` is float32 and the model is not. Default: that of *weight*.
+    :param following: the weight ``[N, size]`` of the product that comes next. With few rows a GPU begins to bring it
+        from memory meanwhile; the result is the same.
     :returns: a new tensor, rounded once.
     """
-    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype)  # type: ignore[no-any-return]
+    return _ops(weight).add_rms_norm(residual, delta, weight, eps, dtype, following)  # type: ignore[no-any-return]
 
 
 def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -215,9 +235,10 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     return _ops(weight).add_layer_norm(residual, delta, weight, bias, eps)  # type: ignore[no-any-return]
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` ``[N, size]`` of *gate_up* ``[N, 2 * size]``, gate first."""
-    return _ops(gate_up).silu_mul(gate_up)  # type: ignore[no-any-return]
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` ``[N, size]`` of *gate_up* ``[N, 2 * size]``, gate first. *following*: as
+    :func:`add_rms_norm`'s."""
+    return _ops(gate_up).silu_mul(gate_up, following)  # type: ignore[no-any-return]
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

@@ -29,10 +29,16 @@ _SHARED = 1 << 15
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     which = _KERNELS.get(weight.dtype) if dtype in (None, weight.dtype) else None
-    same = delta is None or (delta.dtype is weight.dtype and delta.is_contiguous())
+    plain = delta is not None and delta.shape == residual.shape and delta.is_contiguous()
+    same = delta is None or (plain and delta.dtype is weight.dtype)
     if which is None or residual.dtype is not torch.float32 or not residual.is_contiguous() or not same:
         return reference.add_rms_norm(residual, delta, weight, eps, dtype)
     out = torch.empty_like(residual, dtype=weight.dtype)
@@ -51,7 +57,7 @@ def add_rms_norm(
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
     which = _KERNELS.get(gate_up.dtype)
     if which is None or gate_up.dim() != 2 or not gate_up.is_contiguous():
         return reference.silu_mul(gate_up)

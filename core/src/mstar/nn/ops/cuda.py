@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mstar.nn.ops import pdl, reference
+from mstar.nn.ops import ahead, pdl, reference
 from mstar.nn.ops.reference import HeadNorms
 
 __all__ = ["add_layer_norm", "add_rms_norm", "rotate", "rotate_store", "rotation", "silu_mul", "store_rows"]
@@ -40,11 +40,20 @@ def _known(*tensors: Tensor) -> bool:
 
 
 # --- norm and activation ----------------------------------------------------------------------------------------------
-@triton.jit
+_NEXT = ("next_weight", "next_lines", "next_of_row", "next_of_part", "next_row", "next_part")
+
+
+@triton.jit(do_not_specialize=["rows", *_NEXT[1:]], do_not_specialize_on_alignment=[_NEXT[0]])
 def _add_rms_norm(
-    residual, delta, weight, out, eps, stride: tl.constexpr, delta_stride: tl.constexpr, size: tl.constexpr,
-    added: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+    residual, delta, weight, out, eps, rows, next_weight, next_lines, next_of_row, next_of_part, next_row, next_part,
+    stride: tl.constexpr, delta_stride: tl.constexpr, size: tl.constexpr, added: tl.constexpr, block: tl.constexpr,
+    turn: tl.constexpr, line: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if turn:
+        beyond = tl.program_id(0) - rows
+        if beyond >= 0:
+            ahead.fetch(next_weight, beyond, next_lines, next_of_row, next_of_part, next_row, next_part, turn, line)
+            return
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
@@ -52,9 +61,11 @@ def _add_rms_norm(
     x = tl.load(residual + row * stride + at, mask=inside, other=0)
     w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
     if added:
-        d = tl.load(delta + row * delta_stride + at, mask=inside, other=0)
+        d = tl.load(delta + row * delta_stride + at, mask=inside, other=0).to(tl.float32)
+        for part in tl.static_range(1, added):
+            d += tl.load(delta + (part * rows + row) * delta_stride + at, mask=inside, other=0).to(tl.float32)
         # The norm is that of the stream as it is kept, rounding included.
-        x = (x.to(tl.float32) + d.to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + d).to(x.dtype)
         tl.store(residual + row * stride + at, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / size + eps)
@@ -62,21 +73,31 @@ def _add_rms_norm(
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     size, dtype = weight.shape[0], dtype or weight.dtype
     known = _known(residual, weight) if delta is None else _known(residual, weight, delta)
     if residual.dim() != 2 or residual.stride(1) != 1 or not known or not weight.is_contiguous():
         return reference.add_rms_norm(residual, delta, weight, eps, dtype)
-    if delta is not None and (delta.dim() != 2 or delta.stride(1) != 1):
-        delta = delta.reshape(residual.shape).contiguous()
+    parts = 0 if delta is None else 1 if delta.numel() == residual.numel() else delta.shape[0]
+    if delta is not None and (parts > 1 or delta.dim() != 2 or delta.stride(1) != 1):
+        delta = delta.reshape(-1, size).contiguous()
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if rows := residual.shape[0]:
         added = residual if delta is None else delta
         block = _power(size)
-        _add_rms_norm[(rows,)](
-            residual, added, weight, out, eps, residual.stride(0), added.stride(0), size, delta is not None, block,
-            pdl.enabled(), num_warps=_warps(block), **pdl.options(),
+        warps = _warps(block)
+        asked = ahead.plan(following, rows)
+        more, turn = (0, 0) if asked is None else (asked.programs(warps), ahead.lines_of(warps))
+        _add_rms_norm[(rows + more,)](
+            residual, added, weight, out, eps, rows, *(asked or ahead.nothing(weight)), residual.stride(0),
+            added.stride(0), size, parts, block, turn, ahead.LINE, pdl.enabled(), num_warps=warps,
+            **pdl.options(),
         )  # fmt: skip
     return out
 
@@ -125,12 +146,21 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
 
 _ACTIVATED = 512
 """Elements that one program activates: enough programs at one row, whole lines of memory at many."""
+_PARTS = 4
+"""Beginnings of input features from which a product behind an activation may read: its programs share them."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", *_NEXT[1:]], do_not_specialize_on_alignment=[_NEXT[0]])
 def _silu_mul(
-    gate_up, out, stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, early: tl.constexpr
+    gate_up, out, rows, next_weight, next_lines, next_of_row, next_of_part, next_row, next_part,
+    stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, turn: tl.constexpr, line: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
+    if turn:
+        beyond = (tl.program_id(0) - rows) * tl.num_programs(1) + tl.program_id(1)
+        if beyond >= 0:
+            ahead.fetch(next_weight, beyond, next_lines, next_of_row, next_of_part, next_row, next_part, turn, line)
+            return
     pdl.begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
@@ -141,7 +171,7 @@ def _silu_mul(
     tl.store(out + row * size + at, activated.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
     if gate_up.dim() != 2 or gate_up.stride(1) != 1 or not _known(gate_up):
         return reference.silu_mul(gate_up)
     rows, both = gate_up.shape
@@ -149,8 +179,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty((rows, size))
     if rows:
         block = min(_power(size), _ACTIVATED)
-        _silu_mul[(rows, -(-size // block))](
-            gate_up, out, gate_up.stride(0), size, block, pdl.enabled(), num_warps=_warps(block), **pdl.options()
+        blocks, warps = -(-size // block), _warps(block)
+        asked = ahead.plan(following, rows, _PARTS)
+        more, turn = (0, 0) if asked is None else (-(-asked.programs(warps) // blocks), ahead.lines_of(warps))
+        _silu_mul[(rows + more, blocks)](
+            gate_up, out, rows, *(asked or ahead.nothing(gate_up)), gate_up.stride(0), size, block, turn, ahead.LINE,
+            pdl.enabled(), num_warps=warps, **pdl.options(),
         )  # fmt: skip
     return out
 

@@ -30,9 +30,10 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from mstar.nn.ops import cuda, pdl
-from mstar.nn.ops.cuda_linear_table import CLASSES, Cut, Key, config, default, row_class
+from mstar.nn.ops.ahead import ask
+from mstar.nn.ops.cuda_linear_table import CLASSES, Cut, Key, config, default, divided, row_class
 
-__all__ = ["add_linear", "linear", "norm_gate_up", "norm_linear", "refuses"]
+__all__ = ["add_linear", "divided_linear", "linear", "norm_gate_up", "norm_linear", "refuses"]
 
 _TYPES = (torch.bfloat16, torch.float16)
 NORMED = 16
@@ -59,8 +60,7 @@ def _read_ahead(w, weight_row, start, k_size: tl.constexpr, length: tl.constexpr
     lines: tl.constexpr = max(length // 64, 1)  # of 128 bytes
     k = tl.minimum(start + tl.arange(0, lines) * 64, k_size - 1)
     address = (w + weight_row.to(tl.int64)[:, None] * k_size + k[None, :]).to(tl.int64)
-    # Not cp.async.bulk.prefetch, of whose addresses a warp takes one at a time.
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
+    ask(address)
 
 
 @triton.jit
@@ -362,11 +362,21 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     return True
 
 
-def _normed(x: Tensor, norm: Tensor, eps: float, deterministic: bool) -> tuple[Tensor, Tensor | None]:
+def divided_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    parts = divided(weight.shape[0], weight.shape[1], x.shape[0]) if x.dim() == 2 and weight.dim() == 2 else None
+    known = x.dtype in _TYPES and weight.dtype is x.dtype and type(weight) in (Tensor, nn.Parameter)
+    if parts is None or not known or not weight.is_contiguous() or x.stride(1) != 1:
+        return None
+    columns = weight.shape[1] // parts
+    inputs, weights = x.unflatten(1, (parts, columns)), weight.view(-1, parts, columns)
+    return torch.bmm(inputs.transpose(0, 1), weights.permute(1, 2, 0), out_dtype=torch.float32)
+
+
+def _normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor, deterministic: bool) -> tuple[Tensor, Tensor | None]:
     """What the kernel is to read and to scale by. float16 might not hold the stream times the norm's weight. Many rows
     are normed once, and so are all where they must be treated alike."""
     within = x.dtype is torch.bfloat16 and x.shape[0] <= NORMED and not deterministic
-    return (x, norm) if within else (cuda.add_rms_norm(x, None, norm, eps, x.dtype), None)
+    return (x, norm) if within else (cuda.add_rms_norm(x, None, norm, eps, x.dtype, weight), None)
 
 
 def norm_linear(
@@ -376,7 +386,7 @@ def norm_linear(
     if found is None or norm.dtype not in (x.dtype, torch.float32):
         return None
     out = x.new_empty((x.shape[0], weight.shape[0]))
-    read, scale = _normed(x, norm, eps, deterministic)
+    read, scale = _normed(x, norm, eps, weight, deterministic)
     _launch(read, weight, scale, eps, bias, out, *found, gated=False, added=False)
     return out
 
@@ -388,6 +398,6 @@ def norm_gate_up(
     if found is None or norm.dtype not in (x.dtype, torch.float32):
         return None
     out = x.new_empty((x.shape[0], weight.shape[0] // 2))
-    read, scale = _normed(x, norm, eps, deterministic)
+    read, scale = _normed(x, norm, eps, weight, deterministic)
     _launch(read, weight, scale, eps, bias, out, *found, gated=True, added=False)
     return out

@@ -10,7 +10,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
-__all__ = ["CLASSES", "TUNED", "Cut", "Key", "candidates", "config", "default", "row_class"]
+__all__ = ["CLASSES", "DIVIDED", "TUNED", "Cut", "Key", "candidates", "config", "default", "divided", "row_class"]
 
 CLASSES = (1, 4, 8, 16, 32, 64)
 """Most rows of each class. A class has one cut, so a row's numbers are the same within it."""
@@ -98,6 +98,22 @@ TUNED: dict[Key, Cut | None] = {
 }
 """Measured best on an H200 (``benchmarks/results/``), by 3 % or more where there are several rows; ``None``: cuBLAS is
 faster. With more than one row, what is not here is cuBLAS's."""
+
+
+DIVIDED: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (2560, 4096): ((64, 4),),
+    (2560, 9216): ((64, 3),),
+    (4096, 4096): ((64, 2),),
+    (4096, 12288): ((64, 3),),
+}
+"""Output and input features of layers whose few output features cuBLAS would occupy a GPU with by dividing the input
+features and adding parts up in a kernel of its own: most rows, and into how many parts. (``gpu_linear.py --divided``.)
+What is done within one of this module's kernels, and with fewer rows, is none of these."""
+
+
+def divided(n: int, k: int, rows: int) -> int | None:
+    """Into how many parts a product is divided that a norm adds up; ``None``: it is not."""
+    return next((parts for most, parts in DIVIDED.get((n, k), ()) if rows <= most), None)
 
 
 def row_class(rows: int) -> int | None:

@@ -22,6 +22,7 @@ __all__ = [
     "sigmoid_mul",
     "silu_mul",
     "store_rows",
+    "whole",
 ]
 
 RotateStore = Callable[
@@ -39,11 +40,20 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+def whole(delta: Tensor) -> Tensor:
+    return delta.sum(0) if delta.dim() == 3 else delta
+
+
 def add_rms_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     if delta is not None:
-        residual.add_(delta)
+        residual.add_(whole(delta))
     if residual.is_cuda and residual.dtype == weight.dtype and dtype in (None, weight.dtype):
         return F.rms_norm(residual, weight.shape, weight, eps)
     # The mean of squares is taken in float32 whatever the dtype. torch's own rms_norm is seven kernels on the CPU.
@@ -58,7 +68,7 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     return F.layer_norm(residual, weight.shape, weight, bias, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
