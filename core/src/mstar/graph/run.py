@@ -377,6 +377,8 @@ class RequestRun:
         """The request has ended: hold none of its values any more, without waiting for the garbage collector. What is
         held for its listener is sent."""
         self.send_held()
+        if self.over:
+            return
         self.over = True
         self.values, self.judged, self._agains = {}, {}, {}
         del self.foresight  # it knows this run: the request's own inputs would stay with the two of them
