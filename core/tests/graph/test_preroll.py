@@ -178,6 +178,13 @@ def test_longer_chunks_that_follow_are_waited_for_likewise(monkeypatch: pytest.M
     assert other.heard == []
 
 
+def test_long_pieces_are_not_held_for_as_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Speaking(monkeypatch, chunk=Fixed(10))
+    one.write(10, 0.06)
+    one.decode(0.01)  # the next one in 0.65 s, what is there plays 1 s
+    assert len(one.heard) == 1
+
+
 def test_who_is_slower_than_real_time_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Speaking(monkeypatch)
     one.write(3, 0.1)
@@ -193,6 +200,18 @@ def test_the_end_sends_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     one.end()
     assert one.run.finished
     assert one.heard == [[0, 1]]
+
+
+def test_what_follows_the_last_code_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Speaking(monkeypatch)
+    one.write(6, 0.07)
+    one.end()
+    one.decode(0.01)
+    assert one.heard == [[0, 1]]
+    one.decode(0.01)
+    one.decode(0.01)
+    assert one.heard == [[0, 1], [2, 3], [4, 5]]
+    assert one.run.finished
 
 
 def test_a_last_piece_goes_with_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mstar.engine.engine import Flight
 from mstar.engine.step import Work
 from mstar.scheduler.base import Item
+from mstar.spec.request import Cancel, Done
 from mstar.testing.drive import Driver
 from mstar.testing.miniatures import Example, miniature
 
@@ -84,4 +85,55 @@ def test_a_silent_client_goes_before_one_that_has_sound_to_play(frozen_clock: fl
     assert language.count("silent") >= 1
     assert "playing" not in language[language.index("silent") :]
     driver.run()
+    driver.assert_empty()
+
+
+class Steps:
+    """A clock that moves on with each step of the worker: a code plays 0.5 ms, and no request is alone."""
+
+    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch, each: float):
+        self.now, plain = 1000.0, driver.worker.step
+
+        def step() -> bool:
+            self.now += each
+            return plain()
+
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(driver.worker, "step", step)
+
+
+def test_a_listener_hears_nothing_before_playback_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where codes come hardly faster than they are heard, the first piece (one code) waits for the second (three)."""
+    driver = Driver(miniature("mini_tts"))
+    Steps(driver, monkeypatch, 0.0002)
+    driver.submit("r", Example("hello", {"max_tokens": 60}))
+    driver.run(until=lambda: "r" in driver.emitted)
+    assert [len(piece.data) for piece in driver.emitted["r"]][:2] == [4, 12]
+    items = record_items(driver)
+    driver.run()
+    assert driver.ended["r"].reason == "length"
+    assert len(driver.result("r")["audio"]) == driver.ended["r"].usage.output["audio"] == 4 * 60
+    assert items
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("how", ["cancel", "time"])
+def test_what_is_held_is_heard_when_the_request_ends_early(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    driver = Driver(miniature("mini_tts"), request_timeout_s=60.0)
+    clock = Steps(driver, monkeypatch, 0.0002)
+    driver.submit("r", Example("hello", {"max_tokens": 60}))
+    nodes = record_steps(driver)
+    driver.run(until=lambda: ("codec", "r") in nodes and nodes[-1] == ("lm", "r"))
+    driver.run(until=lambda: True)
+    assert "r" not in driver.emitted
+    if how == "cancel":
+        driver.worker.cancel(Cancel(id="r"))
+    else:
+        clock.now += 1e6
+    driver.run()
+    (piece,) = driver.emitted["r"]
+    assert len(piece.data) == 4
+    end = driver.ended["r"]
+    if isinstance(end, Done):
+        assert end.usage.output["audio"] == 4
     driver.assert_empty()
