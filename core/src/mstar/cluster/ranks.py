@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -47,6 +47,7 @@ ASK_S = 1.0
 _OTHERS_S = 2.0
 """How long the end of a rank that blames another waits for the other's to be noticed."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class _Rank:
@@ -306,23 +307,25 @@ class RanksExecutor(ProcessesExecutor):
                 self._mending[gang] = self._event_loop.create_task(self._mend(gang))
 
     async def _next_death(self) -> tuple[_Rank | None, str]:
-        """The rank that dies next and how; ``None`` when there are others to watch now. Of a mesh, the one that took the
-        others with it."""
+        """The rank that dies next and how; ``None`` when there are others to watch now. Of several, the one that took
+        the others with it."""
         living = [
             rank
             for number, rank in self._ranks.items()
             if rank.ready.is_set() and self._layout.gang(number) not in self._mending  # who mends watches these
         ]
-        watches = {self._event_loop.create_task(self._wait_dead(rank.child)): rank for rank in living if rank.child}
+        watches: dict[asyncio.Future[str], _Rank] = {
+            self._event_loop.create_task(self._wait_dead(rank.child)): rank for rank in living if rank.child
+        }
         mended = self._event_loop.create_task(self._mended.wait())
+        tasks: list[asyncio.Future[Any]] = [*watches, mended]
         try:
-            tasks: list[asyncio.Task[Any]] = [*watches, mended]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._mended.clear()
             died = await _origin(watches)
             return (None, "") if died is None else (watches[died], died.result())
         finally:
-            for task in (*watches, mended):
+            for task in tasks:
                 task.cancel()
 
     async def _lose_all(self, dead: _Rank, cause: str) -> None:
@@ -374,7 +377,7 @@ class RanksExecutor(ProcessesExecutor):
             return
 
 
-async def _origin(deaths: Mapping[asyncio.Future[Any], _Rank]) -> asyncio.Future[Any] | None:
+async def _origin(deaths: Mapping[asyncio.Future[T], _Rank]) -> asyncio.Future[T] | None:
     """Of *deaths*, done when a rank has died, the one that the others come from; ``None`` if there is none yet."""
     until = time.monotonic() + _OTHERS_S
     while True:

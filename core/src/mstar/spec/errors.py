@@ -83,8 +83,8 @@ class PluginError(SetupError):
 
 
 class PeerLost(MstarError):
-    """A process cannot go on because one that it computes with is gone, or does not answer. What happened there is known
-    there, and to whoever started both: here it is no fault."""
+    """A process cannot go on because one that it computes with is gone, or does not answer. What happened there is
+    known there, and to whoever started both: here it is no fault."""
 
 
 class RequestError(MstarError):
