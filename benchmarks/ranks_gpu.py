@@ -103,7 +103,12 @@ def _show(part: str, result: dict[str, Any]) -> None:
     else:
         for shape, found in result.items():
             rows = found.get("rows") or [found]
-            table(f"{part}: {shape}", rows, list(rows[0]), 6)
+            table(
+                f"{part}: {shape}" + (f", sums by {found['sums']}" if "sums" in found else ""), rows, list(rows[0]), 6
+            )
+            for name in ("kernels_together", "kernels_alone"):
+                for kernel in found.get(name, []):
+                    print(f"{name} {kernel['times']:7.2f} × {kernel['us']:8.1f} µs a step  {kernel['kernel']}")
 
 
 def main() -> int:

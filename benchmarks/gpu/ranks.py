@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from gpu.checkpoints import publish
 from gpu.child import failure
@@ -40,6 +41,7 @@ TRANSFERS = (512, 2048, 8192)
 """Tokens of the contexts that are moved."""
 BATCHES = (1, 8, 32, 64)
 ANSWER = 48
+KERNELS = 16
 
 
 @dataclass(frozen=True)
@@ -165,26 +167,53 @@ class Ranks:
         self.publish(self.job.shapes)
         found = {}
         for shape in self.job.shapes:
-            together = self._decode(shape, self.mesh)
-            alone = self._decode(shape, SINGLE) if self.job.rank == 0 else {}
+            together, kernels = self._decode(shape, self.mesh)
+            alone, own = self._decode(shape, SINGLE) if self.job.rank == 0 else ({}, [])
             self.meet()
             rows = [
                 {"batch": batch, "together_s": seconds, "alone_s": alone[batch], "speedup": alone[batch] / seconds}
                 for batch, seconds in together.items()
                 if self.job.rank == 0
             ]
-            found[shape] = {"tp": self.job.size, "rows": rows}
+            sums = "the backend" if self.mesh.tp.reducer is None else "symmetric memory"
+            found[shape] = {
+                "tp": self.job.size,
+                "sums": sums,
+                "rows": rows,
+                "kernels_together": kernels,
+                "kernels_alone": own,
+            }
         return found
 
-    def _decode(self, shape: str, mesh: Mesh) -> dict[int, float]:
+    def _decode(self, shape: str, mesh: Mesh) -> tuple[dict[int, float], list[dict[str, Any]]]:
+        """Seconds of a step by batch; and what the device does in a step of the smallest."""
         engine, sizes = self.engine(shape, mesh), sizes_of(shape)
-        found = {}
+        found, kernels = {}, list[dict[str, Any]]()
         for batch in self.batches(shape):
             engine.begin_decode(batch, sizes.prompt, sizes.answer(), sizes.warm, **GREEDY)
             found[batch] = statistics.median(engine.window(sizes.steps).step_times(batch))
+            kernels = kernels or self._kernels(engine, sizes.profiled)
             engine.cancel_all()
         engine.close()
-        return found
+        return found, kernels
+
+    def _kernels(self, engine: Engine, steps: int) -> list[dict[str, Any]]:
+        """The kernels that take longest in a step: how often each runs, and for how long."""
+        if self.device.type != "cuda":
+            return []
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            engine.window(steps)
+            torch.cuda.synchronize(self.device)
+        found = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+        found.sort(key=lambda event: -event.self_device_time_total)
+        return [
+            {
+                "kernel": event.key[:80],
+                "times": round(event.count / steps, 2),
+                "us": round(event.self_device_time_total / steps, 1),
+            }
+            for event in found[:KERNELS]
+        ]
 
     def replicas(self) -> dict[str, Any]:
         """Tokens a second of one replica by itself, and of a replica on each rank at the same time."""
@@ -250,8 +279,11 @@ class Ranks:
         if self.job.rank < 2:
             place = Path(self.job.meeting).parent
             sizes = SIZES if self.device.type == "cuda" else SIZES[::3]
-            rows = measure(self.job.rank, self.device, place, sizes)
-        self.meet()
+            rows, end = measure(self.job.rank, self.device, place, sizes)
+            self.meet()
+            end.close()
+        else:
+            self.meet()
         return {"rows": rows}
 
     def _settle(self) -> None:

@@ -32,11 +32,14 @@ from mstar.cluster.choice import processes
 from mstar.runtime.deployment_files import packaged_deployment
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.request import Cancel, Done, Emit, EngineRequest, Event, Failed, SamplingParams
+from mstar.worker.moves import STAGES
 
 __all__ = ["measure"]
 
 APART: Mapping[str, Any] = {"llm": {"prefill": 1, "decode": 0}}
 PATIENCE_S = 60.0
+STALL_S = 0.015
+"""A wait for the next token that counts as one: several steps long."""
 
 
 @dataclass
@@ -134,27 +137,35 @@ async def _loaded(shape: str, folder: Path, device: str, **changed: Any) -> dict
                 await served.until(readers[-2])
         await served.until(readers[-1])
         seconds = time.perf_counter() - began
-        gaps = [
-            after - before
-            for answer in steady
-            for before, after in zip(answer.times, answer.times[1:], strict=False)
-            if before >= began
-        ]
+        between = [pair for answer in steady for pair in _gaps(answer, began)]
+        gaps = [after - before for before, after in between]
+        stalls = {
+            after for before, after in between if after - before > STALL_S
+        }  # all who wait have their next at once
         tokens = sum(sum(t >= began for t in answer.times) for answer in steady) + sum(len(a.tokens) for a in readers)
         status = await served.executor.status()
         moves, ways = status["moves"], {rank["way"] for rank in status["ranks"]}
         served.cancel()
-    done = moves.get("done", 0)
+    done, stages = moves.get("done", 0), moves.get("stages") or dict.fromkeys(STAGES, 0.0)
     return {
         "tokens_s": tokens / seconds,
         "first_token_s": statistics.median(answer.times[0] - answer.asked for answer in readers),
         "gap_median_s": statistics.median(gaps),
         "gap_p99_s": sorted(gaps)[int(len(gaps) * 0.99)],
+        "gap_max_s": max(gaps),
+        "stalls": len(stalls),
         "way": ", ".join(sorted(ways)),
         "moves": done,
         "ms_a_move": moves["seconds"] / done * 1e3 if done else 0.0,
+        **{f"ms_{stage}": seconds / max(done, 1) * 1e3 for stage, seconds in stages.items()},
         "mib_a_move": moves["bytes"] / done / 2**20 if done else 0.0,
     }
+
+
+def _gaps(answer: _Answer, since: float) -> list[tuple[float, float]]:
+    """When a token came and when the next, of those that came *since*."""
+    pairs = zip(answer.times, answer.times[1:], strict=False)
+    return [(before, after) for before, after in pairs if before >= since]
 
 
 def _layouts(device: str) -> dict[str, dict[str, Any]]:

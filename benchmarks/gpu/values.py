@@ -77,8 +77,10 @@ class _End:
         return unpack(contents, self.device)
 
 
-def measure(rank: int, device: torch.device, place: Path, sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
-    """A row for each size, by each way; on rank 1 an empty list.
+def measure(
+    rank: int, device: torch.device, place: Path, sizes: Sequence[int] = SIZES
+) -> tuple[list[dict[str, Any]], TensorChannel]:
+    """A row for each size, by each way; on rank 1 an empty list. And what is to be closed once both ranks are done.
 
     :raises RuntimeError: what came back is not what was sent.
     """
@@ -108,4 +110,4 @@ def measure(rank: int, device: torch.device, place: Path, sizes: Sequence[int] =
         rows.append(row)
     if end.fault:
         raise RuntimeError(f"there are no lanes: {end.fault}")
-    return rows if rank == 0 else []
+    return rows if rank == 0 else [], end.channel

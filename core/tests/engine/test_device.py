@@ -59,8 +59,7 @@ def test_errors_after_which_nothing_works(error: Exception) -> None:
             "Read error [127.0.0.1]:53990: Connection reset by peer",
         ),
         (
-            "NCCL error in: /build/NCCLUtils.hpp:121, remote process exited or there was a network error\n"
-            "ncclRemoteError",
+            "NCCL error in: /build/NCCLUtils.hpp:121, remote process exited or there was a network error\nLast error:",
             "NCCL error in: /build/NCCLUtils.hpp:121, remote process exited or there was a network error",
         ),
     ],

@@ -24,6 +24,7 @@ from mstar.testing.drive import miniature_registry
 from mstar.testing.miniatures import miniature
 from mstar.testing.rank_drive import RankDriver
 from mstar.worker import build, lanes, tensor_channel
+from mstar.worker.aside import Aside
 from mstar.worker.handles import unpack
 from mstar.worker.lanes import lane_store
 from mstar.worker.messages import Run
@@ -101,7 +102,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stand_in(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def named(store: Any, number: int) -> StandIn:
+    def named(store: Any, number: int, device: torch.device) -> StandIn:
         key = f"communicator-{id(StandIn)}"
         name = store.get(key).decode() if number else None
         if name is None:
@@ -120,6 +121,24 @@ def test_answers_over_streams(key: str, placement: dict[str, Any], registry: Reg
     ranks = driver.worker.status()["ranks"]
     assert {rank["way"] for rank in ranks} == {"nccl"}
     assert any(sum(rank["lane_bytes"].values()) > 0 for rank in ranks)
+
+
+def test_state_leaves_beside_the_steps_that_run() -> None:
+    device = torch.device("cuda", 0)
+    aside = Aside(device)
+    state = torch.arange(1 << 20, device=device)
+    torch.cuda._sleep(20_000_000)
+    state.add_(1)  # the step that made it
+    mark = aside.mark()
+    torch.cuda._sleep(2_000_000_000)  # a long prompt, launched behind it
+    busy = aside.mark()
+    with aside.behind(mark):
+        gathered = state.flip(0)
+        there = torch.cuda.Event()
+        there.record()
+        there.synchronize()
+        assert int(gathered[0].cpu()) == 1 << 20
+    assert not busy.query()
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -174,7 +193,7 @@ def test_nccl_between_two_gpus(tmp_path: Path) -> None:
     assert [end.opened() for end in ends] == ["", ""]
     for end in ends:
         end.use()
-    for size in (16 << 10, 1 << 20, 64 << 20):
+    for size in (128 << 10, 1 << 20, 64 << 20):
         messages, wanted = [], []
         for end, device in zip(ends, devices, strict=True):
             with torch.cuda.device(device):

@@ -93,10 +93,10 @@ def run(*values: Contents) -> Run:
 
 
 TENSORS = [
-    torch.arange(4096, dtype=torch.float32).reshape(64, 64),
-    torch.randn(100, 50).to(torch.bfloat16),
+    torch.arange(1 << 14, dtype=torch.float32).reshape(128, 128),
+    torch.randn(400, 90).to(torch.bfloat16),
     torch.arange(40_000, dtype=torch.int64).reshape(2, -1).t(),
-    torch.rand(130, 70) > 0.5,
+    torch.rand(1030, 70) > 0.5,
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.examples import Example
 from mstar.testing.miniatures import miniature
 from mstar.testing.rank_drive import RankDriver
+from mstar.worker.aside import Aside
 
 from .test_miniatures import assert_right, examples
 from .test_ranks import assert_all_right
@@ -54,6 +57,54 @@ def test_answers_are_those_of_one_place(
     assert_all_right(driver, miniature(key), 8, seed=21)
     if driver.worker.resources:
         assert driver.worker.status()["moves"]["done"] > 0
+
+
+class Mark:
+    """A place in what a device does, as :class:`mstar.worker.aside.Aside` gives it."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_state_goes_while_its_rank_computes_the_next_prompt(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks: list[Mark] = []
+    gathered: list[Any] = []
+
+    def mark(aside: Aside) -> Mark:
+        marks.append(Mark())
+        return marks[-1]
+
+    @contextmanager
+    def behind(aside: Aside, mark: Any = None) -> Iterator[None]:
+        gathered.append(mark)
+        yield
+
+    monkeypatch.setattr(Aside, "mark", mark)
+    monkeypatch.setattr(Aside, "behind", behind)
+    mini = miniature("mini_chat")
+    driver = RankDriver(mini, registry, seed=1, placement={"lm": {"prefill": 1, "decode": 0}})
+    first, second = examples(mini, 2, seed=4).values()
+    driver.submit("first", first)
+    driver.run(until=lambda: len(marks) == 1)
+    driver.submit("second", second)
+    driver.run(until=lambda: len(marks) == 2)
+    marks[0].passed = True
+    driver.run(until=lambda: "first" in driver.ended)
+    assert "second" not in driver.ended, "its prompt has not been computed"
+    assert marks[0] in gathered, "behind the step that made it"
+    assert marks[1] not in gathered, "and not behind the next"
+    marks[1].passed = True
+    driver.run()
+    for name, example in (("first", first), ("second", second)):
+        assert_right(mini, example, dict(driver.result(name)))
+    stages = driver.worker.status()["moves"]["stages"]
+    assert sum(stages.values()) == pytest.approx(driver.worker.status()["moves"]["seconds"])
+    driver.assert_empty()
 
 
 SPLITS: list[dict[str, Any]] = [{"prefill": 1, "decode": 0}, {"prefill": 0, "decode": 1}, {"prefill": 1, "decode": 2}]

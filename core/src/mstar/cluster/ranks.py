@@ -47,7 +47,7 @@ ASK_S = 1.0
 _OTHERS_S = 2.0
 """How long the end of a rank that blames another waits for the other's to be noticed."""
 _log = logging.getLogger(__name__)
-_Died = TypeVar("_Died")
+T = TypeVar("T")
 
 
 class _Rank:
@@ -307,15 +307,16 @@ class RanksExecutor(ProcessesExecutor):
                 self._mending[gang] = self._event_loop.create_task(self._mend(gang))
 
     async def _next_death(self) -> tuple[_Rank | None, str]:
-        """The rank that dies next and how; ``None`` when there are others to watch now. Of a mesh, the one that took
+        """The rank that dies next and how; ``None`` when there are others to watch now. Of several, the one that took
         the others with it."""
         living = [
             rank
             for number, rank in self._ranks.items()
             if rank.ready.is_set() and self._layout.gang(number) not in self._mending  # who mends watches these
         ]
-        watches: dict[asyncio.Future[str], _Rank]
-        watches = {self._event_loop.create_task(self._wait_dead(rank.child)): rank for rank in living if rank.child}
+        watches: dict[asyncio.Future[str], _Rank] = {
+            self._event_loop.create_task(self._wait_dead(rank.child)): rank for rank in living if rank.child
+        }
         mended = self._event_loop.create_task(self._mended.wait())
         tasks: list[asyncio.Future[Any]] = [*watches, mended]
         try:
@@ -376,7 +377,7 @@ class RanksExecutor(ProcessesExecutor):
             return
 
 
-async def _origin(deaths: Mapping[asyncio.Future[_Died], _Rank]) -> asyncio.Future[_Died] | None:
+async def _origin(deaths: Mapping[asyncio.Future[T], _Rank]) -> asyncio.Future[T] | None:
     """Of *deaths*, done when a rank has died, the one that the others come from; ``None`` if there is none yet."""
     until = time.monotonic() + _OTHERS_S
     while True:

@@ -236,7 +236,7 @@ class World:
         torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MIN, handle)
         if there.item():
             return reducer
-        log.info("sums go through NCCL, since symmetric memory cannot be used: %s", fault or "another rank has none")
+        log.warning("sums go through NCCL, since symmetric memory cannot be used: %s", fault or "another rank has none")
         return None
 
     def close(self) -> None:

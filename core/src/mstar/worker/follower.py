@@ -20,6 +20,7 @@ from mstar.resources.base import IntegrityError, Owner
 from mstar.resources.base import Row as ResourceRow
 from mstar.spec.errors import PeerLost
 from mstar.spec.request import EngineRequest, Event
+from mstar.worker.aside import Aside
 from mstar.worker.build import build
 from mstar.worker.equip import equip, warm_up
 from mstar.worker.follower_steps import AHEAD, FollowerSteps, RankRequest
@@ -84,6 +85,7 @@ class Follower:
         self._inbox: deque[ToRank] = deque()
         self._requests: dict[str, RankRequest] = {}
         self._leaving: deque[tuple[int, Leaving]] = deque()  # state that goes to other ranks, by the numbers of moves
+        self._aside = Aside(built.device)
         self._steps = FollowerSteps(
             self.rank,
             self.routing,
@@ -94,6 +96,7 @@ class Follower:
             built.device,
             config.deployment.scheduler.step_tokens(built.device.type),
             self._send,
+            self._aside.mark,
         )
 
     def facts(self, place: str | None = None) -> dict[str, Any]:
@@ -114,22 +117,27 @@ class Follower:
         self._inbox.append(self.channel.resolve(message))
 
     def step(self) -> bool:
-        """Do what the first message says, or wait for the earliest step. ``False`` when there is nothing to do yet."""
+        """Do what the first message says, or answer the earliest step. ``False`` when there is nothing to do yet."""
         if self._steps.doubts and not self._inbox and time.monotonic() > min(self._steps.doubts.values()):
             raise IntegrityError(f"a step failed on rank {self.rank}, and not on the others of its mesh")
         self._look()
-        if self._leaving and self._leaving[0][1].there() and self.channel.has_room:
+        steps, room = self._steps, self.channel.has_room
+        if self._leaving and room and self._leaving[0][1].there():
             move, leaving = self._leaving.popleft()
-            self._send([Exported(rank=self.rank, move=move, held=leaving.held())])
+            with self._aside.behind():
+                self._send([Exported(rank=self.rank, move=move, held=leaving.held())])
             return True
-        runs = bool(self._inbox) and arrived(self._inbox[0], on_host=False)
-        if runs and len(self._steps.flights) < AHEAD:
+        ready = bool(self._inbox) and arrived(self._inbox[0], on_host=False)
+        if ready and (len(steps.flights) < AHEAD or not isinstance(self._inbox[0], Run)):
             self._do(self._inbox.popleft())
             return True
-        if self._steps.flights and self.channel.has_room and (runs or self._steps.due()):
-            self._steps.land()
+        if not room:
+            return False
+        if steps.flights and steps.arrived():
+            steps.land()
             return True
-        return False
+        # the device is about to be done, and what is asked meanwhile does not wait for it
+        return bool(self._leaving) or (bool(steps.flights) and (ready or steps.awaited()))
 
     def _look(self) -> None:
         """See what has passed by the channel."""
@@ -208,13 +216,17 @@ class Follower:
     def _export(self, message: Export) -> None:
         try:
             owners = [(name, Owner(key, context)) for name, key, context in message.owners]
-            self._leaving.append((message.move, Leaving(self.resources, owners, self.channel)))
+            known = self._requests.get(message.request)
+            with self._aside.behind(known.mark if known and known.mark else self._aside.mark()):
+                self._leaving.append((message.move, Leaving(self.resources, owners, self.channel)))
         except Exception as error:
             self._refuse(message.request, error, "handed over")
 
     def _import(self, message: Import) -> None:
         try:
-            adopt(self.resources, self._requests[message.request].request, message.held, self._device)
+            known = self._requests[message.request]
+            adopt(self.resources, known.request, message.held, self._device)
+            known.mark = self._aside.mark()
         except Exception as error:
             self._refuse(message.request, error, "taken over")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,8 @@ __all__ = ["AHEAD", "FollowerSteps", "RankRequest"]
 AHEAD = 2
 """Steps that may run before the first is waited for: on a GPU the next is launched meanwhile."""
 
+_LONG_S = 1.0
+
 
 class RankRequest:
     """What a rank keeps of a request between its steps: what a call looks for in its run."""
@@ -37,6 +40,7 @@ class RankRequest:
     def __init__(self, request: EngineRequest):
         self.request = request
         self.rows: dict[CallOp, Any] = {}
+        self.mark: Any = None  # behind the last step that it had a part in
         self.partly: dict[int, CallRun] = {}  # calls that are cut, by the number of their operation
 
 
@@ -66,11 +70,22 @@ class _Value:
         self.tensor, self.host = tensor, host
 
 
+@dataclass(slots=True)
+class _Flying:
+    """A step that was launched. *began*: seconds. *mark*: behind all of it on the device."""
+
+    message: Run
+    work: list[Work]
+    flights: list[Flight]
+    began: float
+    mark: Any
+
+
 class FollowerSteps:
     """The steps of one rank.
 
     :param requests: those that the rank knows of. :param portions: which calls its pools cut. :param step_tokens: most
-        tokens of a step. :param send: takes what goes to rank 0.
+        tokens of a step. :param send: takes what goes to rank 0. :param mark: gives a mark behind what was launched.
     :ivar values: what lies here for rank 0, by its keys. :ivar doubts: steps of a mesh that failed here → when rank 0
         must have said the same.
     """
@@ -86,24 +101,34 @@ class FollowerSteps:
         device: torch.device,
         step_tokens: int,
         send: Callable[[list[FromRank]], None],
+        mark: Callable[[], Any] = lambda: None,
     ):
         self._rank, self._routing, self._engine, self._requests = rank, routing, engine, requests
         self._portions, self._channel, self._device = portions, channel, device
-        self._step_tokens, self._send = step_tokens, send
+        self._step_tokens, self._send, self._mark = step_tokens, send, mark
         self.values: dict[int, _Value] = {}
         self.doubts: dict[int, float] = {}
-        self.flights: deque[tuple[Run, list[Work], list[Flight], float]] = deque()
+        self.flights: deque[_Flying] = deque()
 
     def clear(self) -> None:
         """Forget all."""
         self.flights.clear()
         self.values.clear()
 
-    def due(self) -> bool:
-        """Whether to wait for the earliest step. Where nobody wants its outputs, the next one comes before it has been
-        computed, and is to be launched by then."""
-        message, _, flights, _ = self.flights[0]
-        return message.answers or all(map(self._engine.arrived, flights))
+    def arrived(self) -> bool:
+        """Whether the earliest step has been computed, so that :meth:`land` does not wait. One that takes very long is
+        waited for nevertheless: whoever watches this process is to see how long."""
+        first = self.flights[0]
+        if time.perf_counter() - first.began > _LONG_S:
+            return True
+        if first.message.answers and first.mark is not None:
+            return bool(first.mark.query())
+        return all(map(self._engine.arrived, first.flights))
+
+    def awaited(self) -> bool:
+        """Whether rank 0 waits for the earliest step. Where nobody wants its outputs, the next one comes before it has
+        been computed, and is to be launched by then."""
+        return self.flights[0].message.answers
 
     def run(self, message: Run) -> None:
         """Launch a step."""
@@ -125,7 +150,10 @@ class FollowerSteps:
         for w, row in zip(work, message.rows, strict=True):
             if not w.complete:
                 self._requests[row.request].partly[row.op] = w.call
-        self.flights.append((message, work, flights, began))
+        mark = self._mark()
+        for row in message.rows:
+            self._requests[row.request].mark = mark
+        self.flights.append(_Flying(message, work, flights, began, mark))
 
     def _cuts(self, op: int) -> bool:
         """Whether the *op*-th call is cut into steps by a pool of this rank, which rank 0 cannot ask."""
@@ -188,7 +216,8 @@ class FollowerSteps:
 
     def land(self) -> None:
         """Wait for the earliest step and answer."""
-        message, work, flights, began = self.flights.popleft()
+        flying = self.flights.popleft()
+        message, work, flights, began = flying.message, flying.work, flying.flights, flying.began
         results = self._landed([w.call for w in work], flights)
         failed = any(isinstance(result, Exception) for result in results)
         if failed and self._routing.meshed(message.rows[0].op):

@@ -209,7 +209,7 @@ def open_lane(backend: str, store: Any, name: str, number: int, device: torch.de
     lane: Lane
     if backend == "nccl":
         torch.cuda.set_device(device)  # of this thread
-        lane = _NcclLane(_nccl_group(own, number), 1 - number, device)
+        lane = _NcclLane(_nccl_group(own, number, device), 1 - number, device)
     else:
         lane = _GlooLane(_gloo_group(own, number, local), 1 - number)
     probe = torch.full((1,), 7, dtype=torch.uint8, device=device) if number == 0 else lane.empty(1)
@@ -241,12 +241,20 @@ def _gloo_group(store: Any, number: int, local: bool) -> Any:
     return kind(store, number, 2, options)
 
 
-def _nccl_group(store: Any, number: int) -> Any:
+def _nccl_group(store: Any, number: int, device: torch.device) -> Any:
     # The group's watchdog would end this process when the other rank dies, whose executor knows what to do.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # Its transfers pass one after the other: that is what a lane is, and torch need not warn of it.
+    os.environ["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = _PATIENCE
     options.is_high_priority_stream = True  # its few blocks do not queue behind those of a step
     if hasattr(options, "config"):
         options.config.max_ctas = _NCCL_CTAS
-    return distributed.ProcessGroupNCCL(store, number, 2, options)
+    group = distributed.ProcessGroupNCCL(store, number, 2, options)
+    try:
+        group.eager_connect_single_device(device)  # else the first transfer makes another communicator, for itself
+    except RuntimeError:
+        group.abort()
+        raise
+    return group

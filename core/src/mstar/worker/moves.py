@@ -24,14 +24,14 @@ from torch import Tensor
 from mstar.engine.device import raise_if_lost
 from mstar.graph.calls import CallRun
 from mstar.resources.base import Owner, Resource, State
-from mstar.resources.staging import Late
+from mstar.resources.staging import Late, record
 from mstar.worker.handles import Arriving, pack, unpack
 from mstar.worker.live import Live
 from mstar.worker.messages import Close, Contents, Export, Exported, Held, Import, ToRank
 from mstar.worker.seats import SeatedPool, Seats
 from mstar.worker.tensor_channel import TensorChannel
 
-__all__ = ["Leaving", "Moves", "adopt"]
+__all__ = ["STAGES", "Leaving", "Moves", "adopt"]
 
 _HERE = 0
 _AT_ONCE = 2
@@ -56,13 +56,18 @@ class Leaving:
         self._channel = channel
         with torch.inference_mode():
             self._tensors = [{name: self._begun(each) for name, each in state.tensors.items()} for state in states]
+        self._gathered: Any = None
+        device = next((each.device for state in states for each in state.tensors.values() if each.is_cuda), None)
+        if device is not None:
+            self._gathered = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            record(self._gathered, device)
 
     def _begun(self, tensor: Tensor) -> Tensor | Late:
         return tensor if self._channel is not None and self._channel.takes(tensor) else Late(tensor)
 
     def there(self) -> bool:
-        """Whether nobody would have to wait for it."""
-        return all(not isinstance(one, Late) or one.done() for tensors in self._tensors for one in tensors.values())
+        """Whether nobody would have to wait for it: who is told of it receives at once, which occupies a GPU."""
+        return self._gathered is None or bool(self._gathered.query())
 
     def held(self) -> list[Held]:
         """It for a message, which goes next; waits until it is there."""
@@ -106,14 +111,19 @@ class _Ranks(Protocol):
 class _Move:
     """*shares*: what each of the source's ranks has sent; *leaving*: what leaves this one."""
 
-    __slots__ = ("began", "call", "leaving", "live", "number", "owners", "shares", "source", "target")
+    __slots__ = ("call", "leaving", "live", "number", "owners", "shares", "source", "target", "times")
 
     def __init__(self, number: int, live: Live, call: CallRun, owners: list[tuple[str, Owner]], seats: Seats):
         self.number, self.live, self.call, self.owners = number, live, call, owners
         self.source, self.target = seats.of_call(call), seats.target(call)
         self.shares: dict[int, list[Held]] = {}
         self.leaving: Leaving | None = None
-        self.began = time.monotonic()
+        self.times = [time.monotonic()]  # when each of its stages began
+
+
+STAGES = ("queue", "gather", "transfer", "place")
+"""What a move does one after the other: it waits for others from the same ranks; its state is gathered there, and
+announced; it comes; it is put into its pools, or sent on to those of its rank."""
 
 
 class Moves:
@@ -136,7 +146,8 @@ class Moves:
         self._numbers = itertools.count(1)
         self._waiting: deque[_Move] = deque()
         self._under_way: dict[int, _Move] = {}
-        self._done, self._bytes, self._seconds = 0, 0, 0.0
+        self._done, self._bytes = 0, 0
+        self._seconds = dict.fromkeys(STAGES, 0.0)
 
     def holds(self, live: Live, call: CallRun) -> bool:
         """Whether *call* has to wait for its state; it is told to ``ready`` when that has come."""
@@ -156,6 +167,7 @@ class Moves:
         move = self._under_way.get(message.move)
         if move is not None:  # its request has not ended meanwhile
             move.shares[message.rank] = message.held
+            self._announced(move)
             self._advance(move)
 
     def step(self) -> bool:
@@ -182,11 +194,13 @@ class Moves:
         self._begin()
 
     def status(self) -> dict[str, Any]:
-        """Since the start. *seconds*: from the moment that a call was ready to that when its state had come."""
+        """Since the start. *seconds*: from the moment that a call was ready to that when its state had come; *stages*:
+        what of it went where."""
         return {
             "done": self._done,
             "bytes": self._bytes,
-            "seconds": self._seconds,
+            "seconds": sum(self._seconds.values()),
+            "stages": dict(self._seconds),
             "waiting": len(self._waiting) + len(self._under_way),
         }
 
@@ -205,7 +219,13 @@ class Moves:
             if move.number in self._under_way:
                 self._guarded(move, self._start)
 
+    def _announced(self, move: _Move) -> None:
+        """Another rank's share has been, or this one's begun."""
+        if len(move.shares) + (move.leaving is not None) == len(move.source.ranks):
+            move.times.append(time.monotonic())
+
     def _start(self, move: _Move) -> None:
+        move.times.append(time.monotonic())
         asked = [(name, owner.key, owner.context) for name, owner in move.owners]
         for rank in move.source.ranks:
             if rank != _HERE:
@@ -214,6 +234,7 @@ class Moves:
         if _HERE in move.source.ranks:
             target = move.target.ranks[move.source.ranks.index(_HERE)]
             move.leaving = Leaving(self._pools, move.owners, self._ranks.channel(target))
+            self._announced(move)
             self._advance(move)
 
     def _complete(self, move: _Move) -> bool:
@@ -242,6 +263,7 @@ class Moves:
 
     def _land(self, move: _Move) -> None:
         request = move.live.request
+        move.times.append(time.monotonic())
         shares = dict(move.shares)
         if move.leaving is not None:
             shares[_HERE] = move.leaving.held()
@@ -266,7 +288,9 @@ class Moves:
         self._ranks.seats.moved(move.call)
         self._done += 1
         self._bytes += sum(map(_size, shares.values()))
-        self._seconds += time.monotonic() - move.began
+        move.times.append(time.monotonic())
+        for stage, (begun, ended) in zip(STAGES, itertools.pairwise(move.times), strict=True):
+            self._seconds[stage] += ended - begun
         self._ready(move.live, move.call)
 
     def _onwards(self, share: Sequence[Held], target: int) -> list[Held]:

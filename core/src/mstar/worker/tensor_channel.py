@@ -31,8 +31,9 @@ __all__ = ["LARGE_BYTES", "TensorChannel", "arrived", "way_between"]
 
 log = logging.getLogger(__name__)
 
-LARGE_BYTES = 8192
-"""Tensors of at least so many bytes go by a lane."""
+LARGE_BYTES = 65536
+"""Tensors of at least so many bytes go by a lane. Between two H200 a smaller one is there sooner with its message
+(``benchmarks/ranks_gpu.py``, part ``values``)."""
 _ON_THE_WAY = 1 << 28
 """Bytes on the way in one direction beyond which nothing is begun that sends more."""
 _LONGEST_S = 60.0
