@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "busy", "digest", "profile_run", "profile_steps", "show_timeline"]
+__all__ = ["Span", "busy", "digest", "gaps", "profile_run", "profile_steps", "show_timeline"]
 
 TOP = 14
 _NAME_LENGTH = 120
+_SHORT = 20_000
+"""Nanoseconds below which a gap is one between kernels, and not one in which the host is waited for."""
 
 
 class Span(NamedTuple):
@@ -32,11 +34,22 @@ def busy(spans: Iterable[Span]) -> int:
     return total
 
 
+def gaps(spans: Iterable[Span]) -> list[tuple[int, str, str]]:
+    """When nothing ran: nanoseconds, what ran before and what behind; the longest first."""
+    found, last = [], None
+    for span in sorted(spans, key=lambda s: s.begin):
+        if last is not None and span.begin > last.end:
+            found.append((span.begin - last.end, last.name, span.name))
+        if last is None or span.end > last.end:
+            last = span
+    return sorted(found, reverse=True)
+
+
 def digest(spans: Sequence[Span], steps: int) -> dict[str, Any]:
     """Figures of *spans* that *steps* steps launched; times in µs a step.
 
     ``idle_share``: of the time from the first kernel's begin to the last one's end. A profiler lengthens gaps: it is an
-    upper bound.
+    upper bound. ``gaps``: the longest ones, each by itself; ``short_gaps_us_per_step``: those below 20 µs, together.
     """
     if not spans:
         return {"steps": steps, "kernels_per_step": 0.0}
@@ -46,6 +59,7 @@ def digest(spans: Sequence[Span], steps: int) -> dict[str, Any]:
     for span in spans:
         times[span.name].append(span.end - span.begin)
     slowest = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+    idle = gaps(spans)
     return {
         "steps": steps,
         "kernels_per_step": len(spans) / steps,
@@ -53,6 +67,11 @@ def digest(spans: Sequence[Span], steps: int) -> dict[str, Any]:
         "span_us_per_step": (end - begin) / steps / 1e3,
         "busy_us_per_step": working / steps / 1e3,
         "idle_share": 1 - working / (end - begin) if end > begin else 0.0,
+        "short_gaps_us_per_step": sum(ns for ns, _, _ in idle if ns < _SHORT) / steps / 1e3,
+        "gaps": [
+            {"us": ns / 1e3, "after": before[:_NAME_LENGTH], "before": behind[:_NAME_LENGTH]}
+            for ns, before, behind in idle[:TOP]
+        ],
         "top": [
             {
                 "name": name[:_NAME_LENGTH],
@@ -112,6 +131,9 @@ def show_timeline(found: Mapping[str, Any]) -> None:
     print(f"    busy {busy_us:.0f} of {span_us:.0f} us a step, {found['kernels_per_step']:.0f} kernels")
     for kernel in found["top"]:
         print(f"    {kernel['us_per_step']:9.1f} us {kernel['per_step']:7.1f}  {kernel['name'][:90]}", flush=True)
+    print(f"    gaps below 20 us: {found['short_gaps_us_per_step']:.0f} us a step; the longest of all:")
+    for gap in found["gaps"]:
+        print(f"    {gap['us']:9.1f} us after {gap['after'][:50]}, before {gap['before'][:50]}", flush=True)
 
 
 def _is_marker(name: str) -> bool:

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,17 +180,20 @@ def driven(folder: Path, device: str, runner: str, **overrides: Any) -> Driver:
 def worker_s(driver: Driver, load: Load, rng: np.random.Generator, rounds: int) -> tuple[float, float]:
     """Seconds of a round through *driver*'s worker, the median, and steps of the encoder in each."""
     seconds, before = [], _encoder_steps(driver)
-    for turn in range(WARM + rounds):
-        prepared = []
-        for i in range(load.requests):
-            pixels = rng.integers(0, 256, (load.pictures, load.side, load.side, 3), dtype=np.uint8)
-            example = Example("x", {"max_tokens": 1, "temperature": 0.0}, parts=tuple(map(Image, pixels)))
-            prepared.append((driver.prepare(f"{load.name} {turn}-{i}", example), example))
-        began = time.perf_counter()
-        for request, example in prepared:
-            driver.submit_prepared(request, example)
-        driver.run()
-        seconds.append(time.perf_counter() - began)
+    asked = (load.requests, load.pictures, load.side, load.side, 3)
+    with ThreadPoolExecutor() as threads:  # preparing takes longer than the rounds
+        for turn in range(WARM + rounds):
+            examples = [
+                Example("x", {"max_tokens": 1, "temperature": 0.0}, parts=tuple(map(Image, pixels)))
+                for pixels in rng.integers(0, 256, asked, dtype=np.uint8)
+            ]
+            names = [f"{load.name} {turn}-{i}" for i in range(load.requests)]
+            prepared = list(threads.map(driver.prepare, names, examples))
+            began = time.perf_counter()
+            for request, example in zip(prepared, examples, strict=True):
+                driver.submit_prepared(request, example)
+            driver.run()
+            seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[WARM:]), (_encoder_steps(driver) - before) / (WARM + rounds)
 
 

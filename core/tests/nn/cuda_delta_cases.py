@@ -164,7 +164,12 @@ def test_the_rule_by_itself(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "key", "value", "limit"), [(torch.float32, 32, 16, 1e-4), (torch.bfloat16, 128, 128, 1e-1)]
+    ("dtype", "key", "value", "limit"),
+    [
+        (torch.float32, 32, 16, 1e-4),
+        # The interpreter cuts bfloat16 off where a GPU rounds to nearest (0.06 and 0.02 of the largest value).
+        (torch.bfloat16, 128, 128, 1e-1 if INTERPRETED else 3e-2),
+    ],
 )
 def test_keys_that_repeat_stay_finite(dtype: torch.dtype, key: int, value: int, limit: float) -> None:
     """The triangular system of equal keys has powers that no float32 holds."""
