@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import given
@@ -29,6 +30,18 @@ def _folder_on_the_path() -> Iterator[None]:
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
+
+
+def test_files_that_lose_something_are_not_measured() -> None:
+    program = importlib.import_module("image_files")
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    ways = program.ways()
+    (row,) = program.measure({"small": pixels}, {"ours": ways["the server's"]}, 2)
+    assert row["way"] == "ours"
+    assert row["small share"] > 1
+    with pytest.raises(ValueError, match="dark: the file of 'small'"):
+        program.measure({"small": pixels}, {"dark": lambda seen: ways["the server's"](seen // 2)}, 1)
+    assert {"Pillow 1 default", "FFmpeg avg 1"} <= ways.keys(), "what the server needs in any case"
 
 
 @pytest.mark.parametrize("right", [True, False])

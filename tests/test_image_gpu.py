@@ -40,9 +40,9 @@ def measured(tmp_path: Path, shape: str, parts: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
-    results = measured(tmp_path, "tiny", "plain,graphs,floor,timeline,vae,diffusers")
+    results = measured(tmp_path, "tiny", "plain,graphs,floor,timeline,load,vae,diffusers")
     ran = [part for part in results if part != "derived"]
-    assert ran == ["floor", "graphs", "timeline", "plain", "vae", "diffusers"], "what is worth most comes first"
+    assert ran == ["floor", "graphs", "timeline", "load", "plain", "vae", "diffusers"], "what is worth most comes first"
     for part in ("plain", "graphs", "diffusers"):
         assert results[part]["latency_s"] > 0
         assert results[part]["pictures_per_s_2"] > 0
@@ -58,6 +58,9 @@ def test_parts_of_a_tiny_shape(tmp_path: Path) -> None:
     assert [step["step"] for step in timeline["steps"]] == steps
     counted = sum(timeline["stages"].values()) + sum(timeline[part] for part in ("before", "wait", "gaps", "out"))
     assert counted == pytest.approx(timeline["total"], abs=0.5), "nothing is left over"
+    load = results["load"]["2"]
+    assert sum(step["rows"] * step["times"] for step in load["steps"] if step["step"] == "dit.step") == 2 * 2
+    assert 0 < load["busy"] <= 1
     assert results["floor"]["plain_step_s"] > 0
     assert results["vae"]["plain_s"] > 0
     derived = {"over_diffusers", "share_of_floor", "floor_s_a_step", "plain_share_of_floor"}
@@ -139,11 +142,33 @@ def test_a_timeline_is_cut_into_stages() -> None:
         timeline.digest(events, timeline.Asked(2.0, 3.0, 0.0))
 
 
+def test_steps_under_load_are_counted_by_their_rows() -> None:
+    load = importlib.import_module("image.load")
+
+    def span(began: float, rows: int, captured: bool, ms: float = 100, track: int = 2) -> dict[str, Any]:
+        said = {"entry": "step", "rows": rows, "captured": captured}
+        return {"ph": "X", "tid": track, "name": "dit", "args": said, "ts": began * 1e6, "dur": ms * 1e3}
+
+    events = [
+        span(0.9, 4, True),  # of requests before
+        *(span(1.0 + number / 10, 4, True, 80 + 10 * number) for number in range(3)),
+        span(1.5, 1, False, 50),
+        span(1.5, 1, False, 50, track=1),
+    ]
+    found = load.steps_of(events, 1.0, 1.8)
+    assert found["total_ms"] == pytest.approx(800)
+    assert found["busy"] == pytest.approx(0.32 / 0.8)
+    assert found["steps"] == [
+        {"step": "dit.step", "rows": 4, "captured": True, "times": 3, "ms": 90, "ms_a_row": 22.5},
+        {"step": "dit.step", "rows": 1, "captured": False, "times": 1, "ms": 50, "ms_a_row": 50},
+    ]
+
+
 def test_figures() -> None:
-    program = importlib.import_module("image_gpu")
+    figures = importlib.import_module("image.figures")
     grey = np.full((4, 4, 3), 100, np.uint8)
-    assert program.psnr(grey, grey) == 99
-    assert program.psnr(grey, grey + 1) == pytest.approx(48.13, abs=0.01)
+    assert figures.psnr(grey, grey) == 99
+    assert figures.psnr(grey, grey + 1) == pytest.approx(48.13, abs=0.01)
     results: dict[str, Any] = {
         "graphs": {"latency_s": 0.5},
         "floor": {"step_floor_s": 0.08, "steps": 4, "captured_step_s": 0.1},
@@ -152,7 +177,7 @@ def test_figures() -> None:
         "diffusers-compiled": {"latency_s": 0.6},
         "http": {"latency_s": 0.51, "encode_s": 0.005},
     }
-    program._derive(results, Path("nowhere"))
+    figures.derive(results, Path("nowhere"), ("graphs", "plain"))
     derived = results["derived"]
     assert derived["share_of_floor"] == pytest.approx(4 * 0.08 / 0.4)
     assert derived["captured_share_of_floor"] == pytest.approx(0.8)

@@ -1,26 +1,36 @@
-"""Clients of a server of pictures, which keep their connections, and what encoding its answers costs."""
+"""Pictures over HTTP: a server, clients that keep their connections, and what encoding its answers costs."""
 
 from __future__ import annotations
 
+import argparse
 import base64
-import http.client
+import http.client as http_client
 import io
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import torch
 from PIL import Image
 
+from image.engine import PROMPT, deployment, rates, settings_of
+from image.shapes import Shape
 from image.steady import seconds
 from mstar_server.media.encode.images import encode_image
 
-__all__ = ["Clients", "encoding_seconds"]
+__all__ = ["Clients", "encoding_seconds", "http"]
 
 
 class Clients:
@@ -41,8 +51,8 @@ class Clients:
 
     def _ask(self, seed: int) -> bytes:
         if not hasattr(self._own, "connection"):
-            self._own.connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        connection: http.client.HTTPConnection = self._own.connection
+            self._own.connection = http_client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        connection: http_client.HTTPConnection = self._own.connection
         said = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/images/generations", json.dumps({**self._body, "seed": seed}), said)
         reply = connection.getresponse()
@@ -66,3 +76,40 @@ def encoding_seconds(answer: bytes, rounds: int) -> float:
     pixels = np.asarray(Image.open(io.BytesIO(file)))
     encode = msgspec.json.Encoder().encode
     return seconds(lambda: encode({"b64_json": encode_image(pixels, "png")}), torch.device("cpu"), rounds)
+
+
+def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of ``graphs`` behind ``mstar serve``, and ``encode_s``."""
+    fields = deployment(shape, "graphs", args.device, at_once)
+    config = folder.parent / "serve.yaml"
+    config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **fields}))
+    more = {"MSTAR_EXTRA_PLUGINS": ",".join(settings_of().extra_plugins), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = "from mstar.cli.app import main; main()"
+    words = [sys.executable, "-c", command, "serve", shape.key, "--config", str(config), "--port", str(port)]
+    with subprocess.Popen(words, env={**os.environ, **more}, stdout=sys.stderr) as server:
+        try:
+            _until_ready(url, server)
+            body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
+            with Clients(port, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
+                for count in at_once:
+                    clients.ask(count)
+                found = rates(clients.ask, at_once, args.rounds)
+                return found | {"encode_s": encoding_seconds(clients.ask(1)[0], args.rounds)}
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    while server.poll() is None:
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise SystemExit(f"the server ended with status {server.returncode} before it was ready")

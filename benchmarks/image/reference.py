@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from image.engine import PROMPT, memory, rates
+from image.nodes import place
 from image.random_weights import draw
 from image.shapes import Shape
 
-__all__ = ["reference_pipeline"]
+__all__ = ["diffusers", "reference_pipeline"]
 
 
 def reference_pipeline(shape: Shape, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
@@ -55,3 +59,34 @@ def reference_pipeline(shape: Shape, folder: Path, device: torch.device, dtype: 
     pipe: Any = Flux2KleinPipeline(**common, is_distilled=True) if shape.flux2 else ZImagePipeline(**common)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def diffusers(
+    shape: Shape, folder: Path, part: str, at_once: Sequence[int], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Its figures, as :func:`image.engine.rates` has ours. *part*: ``diffusers`` or ``diffusers-compiled``."""
+    device, dtype = place(args)
+    pipe = reference_pipeline(shape, folder, device, dtype)
+    if part == "diffusers-compiled" and device.type == "cuda":
+        pipe.transformer = torch.compile(pipe.transformer)
+        pipe.vae.decode = torch.compile(pipe.vae.decode)
+    more: dict[str, Any] = {"text_encoder_out_layers": (1, 2, 3)} if shape.flux2 and not shape.changes else {}
+    more |= {} if shape.flux2 else {"guidance_scale": 0.0}
+
+    def run(count: int) -> None:
+        # batches of four at most: sixteen at 1024 x 1024 need more than a device has
+        for begin in range(0, count, 4):
+            size = min(4, count - begin)
+            pipe(
+                prompt=[PROMPT] * size,
+                width=shape.size,
+                height=shape.size,
+                num_inference_steps=shape.steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in range(begin, begin + size)],
+                **more,
+            )
+
+    with torch.inference_mode():
+        for count in at_once:
+            run(count)
+        return rates(run, at_once, args.rounds) | memory(args.device)

@@ -1,13 +1,16 @@
 """Pictures as OpenAI's clients expect them: whole, or as events of a stream with looks at them in between.
 
-Everything here encodes pictures, which takes milliseconds to seconds: call it in a thread.
+A picture's file takes milliseconds to seconds. Each is made in a thread from when the picture is there, beside
+the others' and while the worker goes on; so is the text of an answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +21,7 @@ from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
 
-__all__ = ["ImageEvents", "images_response"]
+__all__ = ["ImageEvents", "ImageFile", "ImageFiles", "images_response"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -40,29 +43,53 @@ class _Form:
         return encode_image(pixels, self.format, self.quality)
 
 
-def images_response(body: ImageRequest, answers: Sequence[Answer], deltas: Sequence[Sequence[Delta]]) -> bytes:
-    """The whole answer: the pictures of all *answers*, in their order. A model may give several for one task."""
-    form, size = _Form.of(body), "auto"
-    data = []
-    for said in deltas:
-        for pixels in _pictures(said):
-            size = _size(pixels)
-            data.append({"b64_json": form.encode(pixels)})
+@dataclass(frozen=True)
+class ImageFile:
+    """A picture of an answer: its file, and its size as ``WIDTHxHEIGHT``."""
+
+    data: bytes
+    size: str
+
+
+class ImageFiles:
+    """Makes the files of an answer's pictures. A model may give several for one task."""
+
+    def __init__(self, body: ImageRequest):
+        self._form = _Form.of(body)
+
+    async def read(self, answer: Answer) -> list[ImageFile]:
+        async with asyncio.TaskGroup() as group:
+            begun = [
+                group.create_task(asyncio.to_thread(self._file, pixels))
+                async for delta in answer
+                if isinstance(delta, FramesDelta)
+                for pixels in delta.frames
+            ]
+        return [file.result() for file in begun]
+
+    def _file(self, pixels: Any) -> ImageFile:
+        return ImageFile(self._form.encode(pixels), _size(pixels))
+
+
+def images_response(body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]) -> bytes:
+    """The whole answer: the pictures of all *answers*, in their order. Takes milliseconds a picture: call it in a
+    thread."""
+    made = [file for mine in files for file in mine]
     return _encode(
         {
             "created": int(time.time()),
-            "data": data,
+            "data": [{"b64_json": file.data} for file in made],
             "background": "opaque",
-            "output_format": form.format,
+            "output_format": _Form.of(body).format,
             "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
-            "size": size,
+            "size": made[-1].size if made else "auto",
             "usage": _usage(answers),
         }
     )
 
 
 class ImageEvents:
-    """The events of one stream.
+    """The events of one stream. What takes long is left to its caller, as a function that may be called in any thread.
 
     :param kind: ``image_generation`` or ``image_edit``: the first word of the events' types.
     """
@@ -73,7 +100,7 @@ class ImageEvents:
         self._looks: dict[int, int] = {}
         self._told = {"step": 0, "total": 0}
 
-    def delta(self, which: int, delta: Delta) -> bytes:
+    def delta(self, which: int, delta: Delta) -> Callable[[], bytes] | None:
         """What *delta* of picture *which* is worth: a look at it when it is time for one, else nothing."""
         if isinstance(delta, FramesDelta):
             for pixels in delta.frames:
@@ -84,13 +111,13 @@ class ImageEvents:
             self._told = {"step": delta.step, "total": delta.total}
             if delta.preview is not None and self._is_time(which, delta):
                 return self._look(which, delta.preview)
-        return b""
+        return None
 
-    def finish(self, which: int, answer: Answer) -> bytes:
+    def finish(self, which: int, answer: Answer) -> Callable[[], bytes]:
         if which not in self._made:
             raise RuntimeError("a task for a picture gave none")
         pixels = self._made.pop(which)
-        return self._event("completed", pixels, {"usage": _usage([answer]), "image_index": which})
+        return partial(self._event, "completed", pixels, {"usage": _usage([answer]), "image_index": which})
 
     def keepalive(self) -> bytes:
         """After a silence: how far it is."""
@@ -104,10 +131,10 @@ class ImageEvents:
             return False
         return delta.step * (wanted + 1) >= delta.total * (looks + 1)
 
-    def _look(self, which: int, pixels: Any) -> bytes:
+    def _look(self, which: int, pixels: Any) -> Callable[[], bytes]:
         number = self._looks.get(which, 0)
         self._looks[which] = number + 1
-        return self._event("partial_image", pixels, {"partial_image_index": number, "image_index": which})
+        return partial(self._event, "partial_image", pixels, {"partial_image_index": number, "image_index": which})
 
     def _event(self, what: str, pixels: Any, more: dict[str, Any]) -> bytes:
         kind = f"{self._kind}.{what}"
@@ -122,10 +149,6 @@ class ImageEvents:
             **more,
         }
         return named_event(event)
-
-
-def _pictures(said: Sequence[Delta]) -> list[Any]:
-    return [pixels for delta in said if isinstance(delta, FramesDelta) for pixels in delta.frames]
 
 
 def _size(pixels: Any) -> str:

@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -31,11 +31,14 @@ __all__ = [
     "check_room",
     "collect",
     "finish_reason",
+    "read",
     "respond",
     "stream",
     "token_bytes_of",
     "usage_object",
 ]
+
+T = TypeVar("T")
 
 _FINISH = {"stop": "stop", "length": "length", "done": "stop", "end_of_input": "stop"}
 
@@ -130,10 +133,21 @@ async def collect(
     service: Service, tasks: Sequence[Task], request_id: str, samples: int = 1
 ) -> tuple[list[Answer], list[list[Delta]]]:
     """Run *tasks* to their ends. The first that fails cancels the others and is raised."""
+    return await read(service, tasks, request_id, _collect, samples)
+
+
+async def read(
+    service: Service,
+    tasks: Sequence[Task],
+    request_id: str,
+    reader: Callable[[Answer], Coroutine[Any, Any, T]],
+    samples: int = 1,
+) -> tuple[list[Answer], list[T]]:
+    """Likewise, with what *reader* makes of each answer while it comes."""
     answers = await start(service, tasks, request_id, samples)
     try:
         async with asyncio.TaskGroup() as group:
-            readers = [group.create_task(_collect(answer)) for answer in answers]
+            readers = [group.create_task(reader(answer)) for answer in answers]
     except* Exception as errors:
         raise _first(errors) from None
     finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -30,7 +31,7 @@ from mstar_server.native.request import (
 from mstar_server.native.response import delta_object, done_object, is_heavy, whole_object
 from mstar_server.openapi import answers, body_of
 from mstar_server.options import ServerOptions
-from mstar_server.protocols import Service
+from mstar_server.protocols import Answer, Service
 from mstar_server.sse import EventStream, json_line
 from mstar_server.state import ServerState
 
@@ -80,11 +81,13 @@ async def _whole(service: Service, task: GenerateTask, request_id: str) -> Respo
         deltas: list[Delta] = [delta async for delta in answer]
     finally:
         cancel(answers)
-    if all(isinstance(delta, TextDelta) for delta in deltas):
-        body = whole_object(answer, deltas)
-    else:
-        body = await asyncio.to_thread(whole_object, answer, deltas)
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    heavy = not all(isinstance(delta, TextDelta) for delta in deltas)
+    data = await asyncio.to_thread(_written, answer, deltas) if heavy else _written(answer, deltas)
+    return Response(data, media_type="application/json")
+
+
+def _written(answer: Answer, deltas: Sequence[Delta]) -> bytes:
+    return msgspec.json.encode(whole_object(answer, deltas))
 
 
 async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, None]:
@@ -100,10 +103,12 @@ async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, No
                         continue
                     index = counts[delta.stream]
                     counts[delta.stream] += 1
-                    if is_heavy(delta):
-                        lines.append(json_line(await asyncio.to_thread(delta_object, delta, index)))
-                    else:
-                        lines.append(json_line(delta_object(delta, index)))
+                    line = partial(_line, delta, index)
+                    lines.append(await asyncio.to_thread(line) if is_heavy(delta) else line())
                 yield b"".join(lines)
     except Exception as error:  # the status line is out: the error becomes the last line
         yield json_line(error_event(as_request_error(error)))
+
+
+def _line(delta: Delta, index: int) -> bytes:
+    return json_line(delta_object(delta, index))

@@ -17,8 +17,8 @@ from mstar_server.errors import as_request_error, error_event
 from mstar_server.openai.adapters import check_body
 from mstar_server.openai.forms import read_body
 from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
-from mstar_server.openai.image_response import ImageEvents, images_response
-from mstar_server.openai.text_answers import check_room, collect
+from mstar_server.openai.image_response import ImageEvents, ImageFiles, images_response
+from mstar_server.openai.text_answers import check_room, read
 from mstar_server.openapi import answers, body_of
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, named_event
@@ -74,8 +74,8 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
 
 
 async def _whole(service: Service, tasks: Sequence[Task], name: str, body: ImageRequest) -> Response:
-    answers, deltas = await collect(service, tasks, name, samples=1)
-    data = await asyncio.to_thread(images_response, body, answers, deltas)
+    answers, files = await read(service, tasks, name, ImageFiles(body).read, samples=1)
+    data = await asyncio.to_thread(images_response, body, answers, files)
     return Response(data, media_type="application/json")
 
 
@@ -85,10 +85,11 @@ async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> As
             batch: Sequence[tuple[int, Any]] = await merged.next_batch(keepalive_s)
             if not batch:
                 yield events.keepalive()
-            for which, delta in batch:
-                if delta is None:
-                    yield await asyncio.to_thread(events.finish, which, merged.answers[which])
-                elif data := await asyncio.to_thread(events.delta, which, delta):
-                    yield data
+            work = [
+                events.finish(which, merged.answers[which]) if delta is None else events.delta(which, delta)
+                for which, delta in batch
+            ]
+            for data in await asyncio.gather(*[asyncio.to_thread(make) for make in work if make is not None]):
+                yield data
     except Exception as error:  # the status line is out: the error becomes the stream's last event
         yield named_event(error_event(as_request_error(error)))
