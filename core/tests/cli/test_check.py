@@ -15,7 +15,7 @@ from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import DeploymentError
 from mstar.testing.drive import miniature_registry
 from mstar.testing.miniatures import MINIATURES
-from mstar.worker import build
+from mstar.worker import machine
 from mstar.worker.core import Worker
 
 MINI = {"MSTAR_EXTRA_PLUGINS": "mstar.testing.miniatures"}
@@ -90,7 +90,7 @@ def test_room_for_no_media_is_refused(mstar: Run, tmp_path: Path, key: str) -> N
 def test_what_a_start_reserves_for_graphs_is_not_free(
     llama: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "reserved_bytes", lambda deployment, device: 10**18)
+    monkeypatch.setattr(machine, "reserved_bytes", lambda deployment, device: 10**18)
     (fault,) = facts(llama, "toy-llama", "--weights", str(tmp_path / "llama"))["faults"]
     assert "graphs and workspace" in fault["message"]
 

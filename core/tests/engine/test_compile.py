@@ -25,8 +25,8 @@ from mstar.spec.knobs import TextOptions
 from mstar.spec.request import Emit, EngineRequest, Failed, SamplingParams
 from mstar.testing.compiling import fresh_compiler
 from mstar.testing.drive import miniature_registry
-from mstar.worker.build import compiles
 from mstar.worker.core import Worker
+from mstar.worker.machine import compiles
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 40)), [7], [90, 12, 45, 3, 3, 8, 100, 60, 2], list(range(100, 160))]
@@ -279,11 +279,11 @@ def test_values_are_rounded_between_fused_operations_if_so_asked(eager_rounding:
 def test_compiling_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`cuda` is a wish: a machine that cannot do it serves all the same, and the log says why."""
     options, cuda = EngineOptions(compile="cuda"), torch.device("cuda")
-    monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: None)
+    monkeypatch.setattr("mstar.worker.machine.compiler_fault", lambda device: None)
     assert compiles(options, cuda)
     assert not compiles(options, CPU)
     assert compiles(EngineOptions(compile=True), CPU)
     assert not compiles(EngineOptions(), cuda)
-    monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: "there is no Triton")
+    monkeypatch.setattr("mstar.worker.machine.compiler_fault", lambda device: "there is no Triton")
     assert not compiles(options, cuda)
     assert "there is no Triton" in caplog.text

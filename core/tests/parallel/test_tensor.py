@@ -19,7 +19,7 @@ from mstar.spec.errors import SetupError
 from mstar.testing.drive import Driver
 from mstar.testing.ranks import Ranks
 from mstar.weights.loader import load
-from mstar.worker import build
+from mstar.worker import machine
 from mstar.worker.layout import mesh_faults
 
 MODEL = "mstar.patterns.causal_lm:CausalLM"
@@ -152,12 +152,12 @@ def test_a_mesh_for_a_node_that_is_not_there() -> None:
 
 def with_memory(world: World, folder: Path) -> int:
     """Pages of the pool on a rank that has less memory free the higher it is."""
-    mesh, free = tiny_llama.everybody(world), build.free_memory
-    build.free_memory = lambda device: (8 - 2 * world.rank) << 20
+    mesh, free = tiny_llama.everybody(world), machine.free_memory
+    machine.free_memory = lambda device: (8 - 2 * world.rank) << 20
     try:
         driver = Driver("tiny", tiny_llama.registry(MODEL), folder, {"llm": mesh}, max_concurrent_requests=4096)
     finally:
-        build.free_memory = free
+        machine.free_memory = free
     return driver.worker.resources["kv"].capacity()
 
 

@@ -22,7 +22,7 @@ from mstar.spec.graph import Call, Entry, Graph, NodeSpec, Partition, Port, Seq
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
 from mstar.weights.names import Placement, WeightMap
-from mstar.worker import build
+from mstar.worker import build, machine
 
 MIB = 2**20
 
@@ -46,26 +46,26 @@ def test_what_cannot_be_is_refused_by_name(overrides: dict[str, Any], words: str
 
 @pytest.mark.parametrize("key", ["mini_chat", "mini_seq2seq", "mini_rollout", "mini_world"])
 def test_a_machine_without_memory_is_told_the_numbers(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 16)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 16)
     with pytest.raises(SetupError, match=r"memory budget of \d+ B"):
         Driver(miniature(key))
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rank_takes_the_gpu_of_its_number_unless_it_sees_one_only(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(machine, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     deployment = merge_deployment("mini_chat", {"replicas": 2, "placement": {"lm": 0, "codec": 1}, "device": "cuda"})
     config = WorkerConfig(key="mini_chat", weights=None, deployment=deployment, rank=1, replica=1, own_device=own)
-    assert build.rank_device(config) == (torch.device("cuda") if own else torch.device("cuda", 3))
+    assert machine.rank_device(config) == (torch.device("cuda") if own else torch.device("cuda", 3))
 
 
 def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 1200)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1200)
     deployment = merge_deployment("mini_chat", {"replicas": 2, "placement": {"lm": 0, "codec": 1}})
     for sharing, part in ((None, 300), (1, 1200), (3, 400)):
         config = WorkerConfig(key="mini_chat", weights=None, deployment=deployment, sharing=sharing)
-        assert build._free(config, torch.device("cpu"), {}) == part
+        assert machine.plannable(config, torch.device("cpu"), {}) == part
 
 
 def test_a_rank_works_on_the_device_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_a_rank_works_on_the_device_that_is_its_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_pool_without_a_size_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 4 * MIB)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 4 * MIB)
     resource = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)
     kv = resource.worker.resources["kv"]
     held = kv.memory.data.nbytes  # type: ignore[attr-defined]

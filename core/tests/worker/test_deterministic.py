@@ -24,7 +24,7 @@ from mstar.spec.errors import SetupError
 from mstar.spec.resources import PagedKV, Positions, ResourceSpec, Sampler
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
-from mstar.worker import build
+from mstar.worker import machine
 from mstar.worker.deterministic import option_faults
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -119,7 +119,7 @@ def test_layers_are_told() -> None:
 
 
 def test_on_a_gpu_nothing_is_compiled_with_it() -> None:
-    ((key, text),) = build.compile_faults(CUDA, True)
+    ((key, text),) = machine.compile_faults(CUDA, True)
     assert key == "engine.compile"
     assert "engine.deterministic" in text
 

@@ -26,7 +26,8 @@ from mstar.spec.resources import CrossKV, PagedKV, RecurrentState, ResourceSpec,
 from mstar.testing.drive import Driver, miniature_registry
 from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.text import Chat
-from mstar.worker import build
+from mstar.worker import build, machine
+from mstar.worker.declared import declared_resources
 
 TOKEN = 2 * 64 * 4  # bytes: one layer, one head of 64, keys and values in float32
 KV = PagedKV(max_tokens=256)
@@ -55,7 +56,7 @@ def pools(
 ) -> tuple[dict[str, Resource], str]:
     """The pools of *declared* on the CPU with *free* bytes, and the plan's table."""
     deployment = merge_deployment("fake", {"max_sessions": 0, "max_concurrent_requests": 8}, settings)
-    declared, faults = build.declared_resources(SimpleNamespace(resources=lambda: declared), deployment)  # type: ignore[arg-type]
+    declared, faults = declared_resources(SimpleNamespace(resources=lambda: declared), deployment)  # type: ignore[arg-type]
     assert not faults
     memory = build.memory_plan(
         declared,
@@ -123,7 +124,7 @@ def test_the_share_by_device(device: str, given: float | None, fraction: float, 
 )
 def test_the_reserve_for_what_comes_after_the_pools(device: str, runner: str | None, gib: float) -> None:
     deployment = merge_deployment("fake", {"engine": {"runner": runner}})
-    assert build.reserved_bytes(deployment, torch.device(device)) == gib * 2**30
+    assert machine.reserved_bytes(deployment, torch.device(device)) == gib * 2**30
 
 
 class Hungry(Node):
@@ -137,7 +138,7 @@ def test_what_the_largest_step_of_a_node_needs(device: str, told: int | None, wa
     look = Entry(inputs=(Port("patches", "uint8", ("P", 3)),), chunk="patches", step_items=16)
 
     def need(node: Node, *entries: Entry) -> int:
-        return build.step_bytes(NodeSpec("x", entries), node, deployment, torch.device(device), torch.bfloat16)
+        return machine.step_bytes(NodeSpec("x", entries), node, deployment, torch.device(device), torch.bfloat16)
 
     assert need(Hungry(), look, Entry(name="other")) == wanted * 16 * 20
     assert need(Hungry(), Entry()) == 0
@@ -145,7 +146,7 @@ def test_what_the_largest_step_of_a_node_needs(device: str, told: int | None, wa
 
 
 def test_a_start_keeps_what_a_step_needs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 4_000_000)
     monkeypatch.setattr(build, "step_bytes", lambda *given: 3_000_000)
     with caplog.at_level(logging.INFO, "mstar"):
         driver = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)
@@ -154,7 +155,7 @@ def test_a_start_keeps_what_a_step_needs(caplog: pytest.LogCaptureFixture, monke
 
 
 def test_a_start_keeps_the_reserve(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 4_000_000)
     monkeypatch.setattr(build, "reserved_bytes", lambda deployment, device: 3_000_000)
     with caplog.at_level(logging.INFO, "mstar"):
         driver = Driver(miniature("mini_chat"), resources={"kv": {"tokens": None}}, max_concurrent_requests=4096)
@@ -299,7 +300,7 @@ def heavy(build_node: Callable[..., Node]) -> Callable[..., Node]:
 
 
 def test_a_start_logs_the_plan(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 10**9)
     monkeypatch.setattr(Chat, "build", heavy(Chat.build))
     with caplog.at_level(logging.INFO, "mstar"):
         driver = Driver(miniature("mini_chat"))

@@ -263,7 +263,7 @@ def test_layers_can_be_compiled(
 
     plain = Driver(key, registry, folder_of(key))
     monkeypatch.setattr(torch, "compile", without_codegen)
-    monkeypatch.setattr("mstar.worker.build.compiler_fault", lambda device: None)
+    monkeypatch.setattr("mstar.worker.machine.compiler_fault", lambda device: None)
     options = {"compile_exact_ops": exact, "vae_compile": False}
     with fresh_compiler():
         driver = Driver(key, registry, folder_of(key), engine={"compile": True}, model_kwargs=options)

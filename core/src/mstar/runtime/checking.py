@@ -60,9 +60,11 @@ from mstar.weights.sources import (
     parse_override,
     present_weights,
 )
-from mstar.worker import build
+from mstar.worker import build, machine
+from mstar.worker.declared import declared_resources, layout_faults
 from mstar.worker.layout import divided_resources, mesh_faults
 from mstar.worker.memory import free_memory
+from mstar.worker.nodes import node_faults
 from mstar.worker.shadow import META, on_meta
 
 if TYPE_CHECKING:
@@ -208,7 +210,7 @@ def check_model(
     with checked.stage(where.file_of("device"), "device"):
         checked.device = _device(deployment.device)
     if checked.device is not None:
-        checked.dtype = build.pick_dtype(deployment.dtype, checked.device)
+        checked.dtype = machine.pick_dtype(deployment.dtype, checked.device)
         _check_model(checked, deployment, registry, where)
     checked.faults = [
         replace(fault, line=innermost(where.lines, fault.key)) if fault.file == where.file else fault
@@ -235,10 +237,10 @@ class _Where:
 
 
 def _device(name: str | None) -> torch.device:
-    """As :func:`~mstar.worker.build.pick_device`, but a GPU need not be here."""
+    """As :func:`~mstar.worker.machine.pick_device`, but a GPU need not be here."""
     if name is not None and name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         return torch.device(name)
-    return build.pick_device(name)
+    return machine.pick_device(name)
 
 
 def _check_names(checked: Checked, registry: Registry) -> None:
@@ -380,14 +382,14 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
                 f"`mstar download {spec.key}` fetches them; or give a folder that holds config.json with --weights DIR"
             ) from None
         graph = model.graph()
-        declared, faults = build.declared_resources(model, deployment)
+        declared, faults = declared_resources(model, deployment)
         checked.model, checked.graph, checked.declared = model, graph, declared
         found = list(graph_faults(graph, declared))
         checked.faults += [Fault(spec.model, "graph", fault) for fault in found]
         checked.remarks += _strange_params(spec, graph)
-        faults += build.layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
+        faults += layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
         if checked.device is not None:
-            faults += build.values_faults(deployment, checked.device)
+            faults += machine.values_faults(deployment, checked.device)
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         seats = {name: place.seats[0] for name, place in deployment.placement.items()}
         meshes = {name: Mesh.sketch(seat.tp, seat.sp) for name, seat in seats.items()}
@@ -432,9 +434,9 @@ def _check_nodes(
             tensors = [*node.parameters(), *node.buffers()]
             count = sum(parameter.numel() for parameter in node.parameters())
             size = sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.dtype.itemsize) for t in tensors)
-            step = build.step_bytes(spec, node, deployment, device, dtype)
+            step = machine.step_bytes(spec, node, deployment, device, dtype)
             checked.nodes.append(NodeSize(spec.name, type(node).__name__, count, size, step))
-            checked.faults += [Fault(checked.spec.model, "", fault) for fault in build.node_faults(spec, node)]
+            checked.faults += [Fault(checked.spec.model, "", fault) for fault in node_faults(spec, node)]
             key = f"placement.{spec.name}"
             checked.faults += [Fault(where.file_of(key), key, fault) for fault in mesh_faults(spec.name, node, mesh)]
 
@@ -464,7 +466,7 @@ def _check_rank(
     declared = {name: checked.declared[name] for name in used}
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
     weights = sum(node.bytes for node in checked.nodes if node.name in mine)
-    processes = build.ranks_on_device(deployment) if device.type == "cpu" else 1
+    processes = machine.ranks_on_device(deployment) if device.type == "cpu" else 1
     memory = build.memory_plan(
         declared,
         plan,
@@ -474,7 +476,7 @@ def _check_rank(
         dtype,
         free=None if absent else max(0, free_memory(device) // processes - weights),  # as when they are loaded
         weights_bytes=weights,
-        reserve_bytes=build.reserved_bytes(deployment, device)
+        reserve_bytes=machine.reserved_bytes(deployment, device)
         + max((node.step_bytes for node in checked.nodes if node.name in mine), default=0),
     )
 

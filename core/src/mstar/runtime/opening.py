@@ -158,7 +158,7 @@ def _check_device(spec: ModelSpec, deployment: Deployment, registry: Registry, c
     if name is None or name == "cpu" or deployment.executor == "ray":  # whose workers are on other machines
         return
     if present_weights(spec, deployment.weights, registry.weight_source, context) is None:
-        from mstar.worker.build import pick_device
+        from mstar.worker.machine import pick_device
 
         pick_device(name)
 

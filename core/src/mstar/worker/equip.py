@@ -15,7 +15,8 @@ from mstar.registry import Registry
 from mstar.resources.base import Owner
 from mstar.scheduler.base import Scheduler
 from mstar.spec.deployment import Deployment
-from mstar.worker.build import Built, compiles, runner_name
+from mstar.worker.build import Built
+from mstar.worker.machine import compiles, runner_name
 
 __all__ = ["equip", "scheduler_of", "warm_up"]
 

@@ -20,7 +20,8 @@ from mstar.registry import Registry
 from mstar.resources.base import Owner, Resource
 from mstar.spec.placement import Seat
 from mstar.spec.request import EngineRequest
-from mstar.worker.build import Built, declared_resources
+from mstar.worker.build import Built
+from mstar.worker.declared import declared_resources
 from mstar.worker.messages import (
     Close,
     Exported,
