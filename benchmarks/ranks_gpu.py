@@ -7,11 +7,12 @@
 
 Models have random weights at published shapes (``gpu/shapes.py``). Parts: ``check`` (all ranks say what one says, token
 for token in float32; always first), ``sums`` (one all-reduce of a step's size, by NCCL, in order, and through symmetric
-memory), ``decode`` (tp = ranks beside tp = 1), ``replicas`` (a replica on each GPU beside one), ``transfer`` (a
-context's pages from one GPU to another), ``values`` (a value there and back as workers send it, by each way; half a
-minute), ``split`` (prompts and decoding apart, served, by each way that states move, beside one rank; of itself in a
-minute and a half with ``--parts split --shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is
-reported, and the next goes on. NOTES.md says what is expected.
+memory; a row's logits gathered), ``decode`` (tp = ranks beside tp = 1), ``timeline`` (the kernels of such steps on rank
+0), ``replicas`` (a replica on each GPU beside one), ``transfer`` (a context's pages from one GPU to another),
+``values`` (a value there and back as workers send it, by each way; half a minute), ``split`` (prompts and decoding
+apart, served, by each way that states move, beside one rank; of itself in a minute and a half with ``--parts split
+--shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is reported, and the next goes on.
+NOTES.md says what is expected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from common import ROOT, environment, table
 
 __all__ = ["main", "run_part"]
 
-PARTS = ("check", "sums", "decode", "replicas", "transfer", "values", "split")
+PARTS = ("check", "sums", "decode", "timeline", "replicas", "transfer", "values", "split")
 SHAPES = ("llama-3.2-3b", "qwen3-8b")
 LIMIT_S = 240.0
 ALL_S = 480.0
@@ -45,6 +46,7 @@ def run_part(
     ranks: int,
     folder: Path,
     symmetric_bytes: int = 0,
+    early: bool = False,
     limit: float = LIMIT_S,
 ) -> dict[str, Any]:
     """The result of *part* in *ranks* processes, or ``{"failed": why}``."""
@@ -64,6 +66,7 @@ def run_part(
                 "folder": str(folder),
                 "out": str(out),
                 "symmetric_bytes": symmetric_bytes,
+                "early": early,
             }
             if part == "split" and rank:
                 break  # its executor starts the others
@@ -99,16 +102,14 @@ def _show(part: str, result: dict[str, Any]) -> None:
     if "failed" in result:
         print(f"{part}: failed: {result['failed']}")
     elif "rows" in result:
-        table(part, result["rows"], list(result["rows"][0]), 3)
+        for name, rows in ((part, result["rows"]), ("logits", result.get("logits"))):
+            if rows:
+                table(name, rows, list(rows[0]), 3)
     else:
         for shape, found in result.items():
             rows = found.get("rows") or [found]
-            table(
-                f"{part}: {shape}" + (f", sums by {found['sums']}" if "sums" in found else ""), rows, list(rows[0]), 6
-            )
-            for name in ("kernels_together", "kernels_alone"):
-                for kernel in found.get(name, []):
-                    print(f"{name} {kernel['times']:7.2f} × {kernel['us']:8.1f} µs a step  {kernel['kernel']}")
+            title = f"{part}: {shape}" + (f", sums by {found['sums']}" if "sums" in found else "")
+            table(title, rows, [name for name in rows[0] if name != "top"], 6)
 
 
 def main() -> int:
@@ -119,6 +120,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--symmetric-bytes", type=int, default=0, help="an engine has 1048576")
+    parser.add_argument("--early", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     args = parser.parse_args()
     asked = args.parts.split(",")
@@ -128,7 +130,7 @@ def main() -> int:
         parser.error(f"no parts {', '.join(sorted(strange))}; there are {', '.join(PARTS)}")
     shapes = tuple(args.shapes.split(","))
     content: dict[str, Any] = {"environment": environment(PACKAGES), "ranks": args.ranks, "results": {}}
-    content["symmetric_bytes"] = args.symmetric_bytes
+    content |= {"symmetric_bytes": args.symmetric_bytes, "early": args.early}
     until = time.monotonic() + ALL_S
     with tempfile.TemporaryDirectory(prefix="mstar-checkpoints-") as temporary:
         folder = args.folder or Path(temporary)
@@ -138,7 +140,7 @@ def main() -> int:
                 result = {"failed": f"nothing is begun after {ALL_S:.0f} s"}
             else:
                 limit, sent = min(LIMIT_S, left), args.symmetric_bytes
-                result = run_part(part, shapes, args.device, args.ranks, folder, sent, limit)
+                result = run_part(part, shapes, args.device, args.ranks, folder, sent, args.early, limit)
             content["results"][part] = result
             args.out.write_text(json.dumps(content, indent=2) + "\n")
             _show(part, result)

@@ -20,15 +20,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from gpu.checkpoints import publish
 from gpu.child import failure
 from gpu.deploy import deployment
 from gpu.engine import GREEDY, Engine
 from gpu.shapes import CHECKED, SHAPES, Sizes, sizes_of
+from gpu.timeline import profile_steps, show_timeline
 from gpu.values import SIZES, measure
 from mstar.nn.mesh import SINGLE, Group, Mesh
+from mstar.nn.ops import pdl
 from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
 from mstar.spec.deployment import EngineOptions
 from mstar.worker.layout import open_world
@@ -41,13 +42,12 @@ TRANSFERS = (512, 2048, 8192)
 """Tokens of the contexts that are moved."""
 BATCHES = (1, 8, 32, 64)
 ANSWER = 48
-KERNELS = 16
 
 
 @dataclass(frozen=True)
 class RankJob:
     """*meeting*: the file by which the ranks find each other. *folder*: where checkpoints are. *out*: of results.
-    *symmetric_bytes*: as in the deployment's ``engine``."""
+    *symmetric_bytes*: as in the deployment's ``engine``. *early*: kernels are launched early."""
 
     shapes: tuple[str, ...]
     parts: tuple[str, ...]
@@ -58,6 +58,7 @@ class RankJob:
     folder: str
     out: str
     symmetric_bytes: int = 0
+    early: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -71,6 +72,8 @@ class Ranks:
         self.device = torch.device(job.device, job.rank) if job.device == "cuda" else torch.device("cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            if job.early:
+                pdl.use(True)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{job.meeting}", rank=job.rank, world_size=job.size)
         self.world = open_world(self.device, EngineOptions(symmetric_bytes=job.symmetric_bytes))
@@ -119,9 +122,14 @@ class Ranks:
         return found
 
     def sums(self) -> dict[str, Any]:
-        """Microseconds of one sum of ``rows × hidden`` in bfloat16, by each way there is; captured on a GPU."""
+        """Microseconds of one sum of ``rows × hidden`` in bfloat16, by each way there is; captured on a GPU.
+
+        ``symmetric``: our kernel; ``added``: the same, to a stream; ``early``: launched early besides. And of a row's
+        ``logits``, gathered.
+        """
         ways: dict[str, Group] = {"plain": self._group(None, ordered=False), "ordered": self._group(None, ordered=True)}
         fault = symmetric_fault(self.device)
+        reducer = None
         if fault is None:
             reducer = SymmetricReducer(self.mesh.tp.handle, self.device, 1 << 20)
             ways["symmetric"] = self._group(reducer, ordered=False)
@@ -135,14 +143,32 @@ class Ranks:
                     if not bool((total == sum(range(1, self.job.size + 1))).all()):
                         raise RuntimeError(f"{name}: {count} × {hidden} is added up wrongly")
                     row[name] = self._microseconds(lambda x=x, group=group: group.all_reduce(x))
+                if reducer is not None:
+                    stream, group = torch.zeros_like(x), ways["symmetric"]
+                    for name, early in (("added", False), ("early", True)):
+                        pdl.use(early)
+                        row[name] = self._microseconds(lambda x=x, s=stream, g=group: g.add_reduced(s, x))
+                    pdl.use(self.job.early)
                 rows.append(row)
-        return {"symmetric": fault or "there", "rows": rows}
+        logits = [] if reducer is None else self._gathers(ways)
+        return {"symmetric": fault or "there", "rows": rows, "logits": logits}
+
+    def _gathers(self, ways: Mapping[str, Group]) -> list[dict[str, Any]]:
+        """Microseconds for the logits of a row, of which each rank has a share."""
+        rows = []
+        for vocab in sorted({SHAPES[shape].facts.vocab for shape in self.job.shapes}):
+            x = torch.zeros((1, vocab // self.job.size), dtype=torch.bfloat16, device=self.device)
+            row: dict[str, Any] = {"vocab": vocab, "rows": 1, "bytes": x.nbytes}
+            for name in ("plain", "symmetric"):
+                row[name] = self._microseconds(lambda x=x, group=ways[name]: group.all_gather(x))
+            rows.append(row)
+        return rows
 
     def _group(self, reducer: SymmetricReducer | None, ordered: bool) -> Group:
         own = self.mesh.tp
         return Group(own.rank, own.size, own.handle, ordered, reducer)
 
-    def _microseconds(self, call: Callable[[], Tensor], repeats: int = 50) -> float:
+    def _microseconds(self, call: Callable[[], Any], repeats: int = 50) -> float:
         call()
         self.meet()
         if self.device.type != "cuda":
@@ -167,8 +193,8 @@ class Ranks:
         self.publish(self.job.shapes)
         found = {}
         for shape in self.job.shapes:
-            together, kernels = self._decode(shape, self.mesh)
-            alone, own = self._decode(shape, SINGLE) if self.job.rank == 0 else ({}, [])
+            together = self._decode(shape, self.mesh)
+            alone = self._decode(shape, SINGLE) if self.job.rank == 0 else {}
             self.meet()
             rows = [
                 {"batch": batch, "together_s": seconds, "alone_s": alone[batch], "speedup": alone[batch] / seconds}
@@ -176,44 +202,44 @@ class Ranks:
                 if self.job.rank == 0
             ]
             sums = "the backend" if self.mesh.tp.reducer is None else "symmetric memory"
-            found[shape] = {
-                "tp": self.job.size,
-                "sums": sums,
-                "rows": rows,
-                "kernels_together": kernels,
-                "kernels_alone": own,
-            }
+            found[shape] = {"tp": self.job.size, "sums": sums, "rows": rows}
         return found
 
-    def _decode(self, shape: str, mesh: Mesh) -> tuple[dict[int, float], list[dict[str, Any]]]:
-        """Seconds of a step by batch; and what the device does in a step of the smallest."""
+    def _decode(self, shape: str, mesh: Mesh) -> dict[int, float]:
         engine, sizes = self.engine(shape, mesh), sizes_of(shape)
-        found, kernels = {}, list[dict[str, Any]]()
+        found = {}
         for batch in self.batches(shape):
             engine.begin_decode(batch, sizes.prompt, sizes.answer(), sizes.warm, **GREEDY)
             found[batch] = statistics.median(engine.window(sizes.steps).step_times(batch))
-            kernels = kernels or self._kernels(engine, sizes.profiled)
             engine.cancel_all()
         engine.close()
-        return found, kernels
+        return found
 
-    def _kernels(self, engine: Engine, steps: int) -> list[dict[str, Any]]:
-        """The kernels that take longest in a step: how often each runs, and for how long."""
-        if self.device.type != "cuda":
-            return []
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            engine.window(steps)
-            torch.cuda.synchronize(self.device)
-        found = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
-        found.sort(key=lambda event: -event.self_device_time_total)
-        return [
-            {
-                "kernel": event.key[:80],
-                "times": round(event.count / steps, 2),
-                "us": round(event.self_device_time_total / steps, 1),
-            }
-            for event in found[:KERNELS]
-        ]
+    def timeline(self) -> dict[str, Any]:
+        """The kernels of decode steps on rank 0: all ranks as one, and it alone; the smallest batch and the largest."""
+        self.publish(self.job.shapes)
+        found = {}
+        for shape in self.job.shapes:
+            rows = self._profiled(shape, self.mesh)
+            if self.job.rank == 0:
+                rows += self._profiled(shape, SINGLE)
+            self.meet()
+            found[shape] = {"rows": rows}
+        return found
+
+    def _profiled(self, shape: str, mesh: Mesh) -> list[dict[str, Any]]:
+        engine, sizes = self.engine(shape, mesh), sizes_of(shape)
+        rows = []
+        for batch in (self.batches(shape)[0], self.batches(shape)[-1]):
+            engine.begin_decode(batch, sizes.prompt, sizes.answer(), sizes.warm, **GREEDY)
+            found = profile_steps(engine.window, sizes.warm // 2, sizes.profiled)
+            engine.cancel_all()
+            rows.append({"batch": batch, "tp": mesh.size, **found})
+            if self.job.rank == 0:
+                print(f"  {shape}, {batch} rows, tp={mesh.size}", flush=True)
+                show_timeline(found)
+        engine.close()
+        return rows
 
     def replicas(self) -> dict[str, Any]:
         """Tokens a second of one replica by itself, and of a replica on each rank at the same time."""
@@ -296,6 +322,7 @@ PARTS: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
     "check": Ranks.check,
     "sums": Ranks.sums,
     "decode": Ranks.decode,
+    "timeline": Ranks.timeline,
     "replicas": Ranks.replicas,
     "transfer": Ranks.transfer,
     "values": Ranks.values,

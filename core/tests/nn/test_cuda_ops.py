@@ -96,7 +96,7 @@ def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path
     mixed = "heads:bf16 cos:bf16 sin:bf16 q_weight:bf16 k_weight:bf16 keys:bf16 values:bf16 out:bf16 "
     listed = "places:i64 indptr:i32 last:i32 indices:i32 shares:fp32 sums:fp32 counters:i32"
     shape = {"stride": 768, "group": 4, "kv_heads": 1, "size": 128, "page": 16, "scale": 0.1, "normed": True}
-    way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4, "pdl": True}
+    way = {"softcap": 20.0, "window": 99, "tile": 16, "block": 64, "most_splits": 16, "part": 4}
     decoding = _compile(attention._attend_rows, mixed + listed, "eps:fp32 usual:i32 long:i32", **shape, **way)
     assert "mma.sync" in decoding
     assert "griddepcontrol.wait" in decoding
@@ -296,6 +296,27 @@ def test_linear_kernels_compile_to_what_they_are_meant_to_be(monkeypatch: pytest
         assert "mma.sync" in narrow
         assert "ldmatrix" in narrow  # weights do not pass through registers on their way
         assert "atom." not in narrow
+
+
+def test_sums_over_ranks_are_sent_when_all_before_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And wait for the peers after everything that is sent, with words that are stored and loaded whole."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton.language as tl
+
+    from mstar.nn.ops import cuda_sums
+
+    pointers, numbers = "part:i32 out:i32 inboxes:i64 calls:i32", "words:i32 width:i32"
+    for kind in (tl.bfloat16, tl.float32):
+        for added, gathered in ((True, False), (False, False), (False, True)):
+            code = _compile(
+                cuda_sums._exchange, pointers, numbers, aligned=True, warps=8, room=1 << 18, rank=1, size=4,
+                kind=kind, added=added, gathered=gathered, turns=2, programs=256, block=256, native=True,
+            )  # fmt: skip
+            _, _, after = code.partition("griddepcontrol.wait")
+            assert after.count("st.relaxed.sys.global.b64") == after.count("ld.relaxed.sys.global.b64") == 2 * 3
+            assert after.rindex("st.relaxed.sys") < after.index("ld.relaxed.sys")
+            counted = after.rindex("st.global.b32")
+            assert after.rindex("bar.sync", 0, counted) > after.rindex("ld.relaxed.sys")
 
 
 def test_cuda_tensors_go_to_the_kernels_and_others_do_not() -> None:

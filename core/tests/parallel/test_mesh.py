@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstar.nn.mesh import SINGLE, Mesh, World
+from mstar.nn.linear import LMHead, RowLinear
+from mstar.nn.mesh import SINGLE, Group, Mesh, World
 from mstar.spec.errors import SetupError
 from mstar.testing.ranks import RankFailure, Ranks
 
@@ -31,6 +32,62 @@ def test_a_sum_is_the_ranks_in_their_order_whatever_the_size(ranks: Ranks, dtype
     for whole, first in found:
         assert torch.equal(whole, expected.to(getattr(torch, dtype)))
         assert torch.equal(first, whole[:1])
+
+
+class Gathering:
+    """A reducer that is there on CPUs too: it takes messages of up to 12 numbers."""
+
+    def __init__(self, tp: Group):
+        self.tp, self.made = tp, []  # type: ignore[var-annotated]
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return x.numel() <= 12
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.made.append("reduce")
+        return self.tp.all_gather(x[None], 0).sum(0)
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        self.made.append("add")
+        residual += self.tp.all_gather(x[None], 0).sum(0)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.made.append("gather")
+        return self.tp.all_gather(x, -1)
+
+
+def beside(world: World, ordered: bool) -> tuple[list[str], list[bool], list[torch.Tensor]]:
+    """A row-parallel layer's sums and a head's rows: what the reducer did, what was left to add, streams and logits."""
+    mesh = world.mesh([0, 1], tp=2)
+    assert mesh is not None
+    own = mesh.tp
+    reducer = Gathering(own)
+    tp = Group(own.rank, own.size, own.handle, ordered, reducer)
+    layer, head = RowLinear(8, 4, bias=True, tp=tp), LMHead(4, 16, tp=tp)
+    assert layer.bias is not None
+    layer.weight.copy_(drawn(7, 4, 8)[:, 4 * own.rank :][:, :4])
+    layer.bias.copy_(torch.arange(4.0))
+    head.weight.copy_(drawn(8, 16, 4)[8 * own.rank :][:8])
+    lefts, found = [], []
+    for rows in (3, 4):
+        x, stream = drawn(9, rows, 8)[:, 4 * own.rank :][:, :4], torch.ones(rows, 4)
+        left = layer.add_to(stream, x)
+        lefts.append(left is not None)
+        found.append(stream if left is None else stream + left)
+    found += [head(torch.ones(1, 4)), layer(drawn(9, 3, 8)[:, 4 * own.rank :][:, :4])]
+    return reducer.made, lefts, found
+
+
+@pytest.mark.parametrize(("ordered", "made", "lefts"), [(False, "add", [False, True]), (True, "reduce", [True] * 2)])
+def test_short_messages_go_through_a_reducer(ranks: Ranks, ordered: bool, made: str, lefts: list[bool]) -> None:
+    """A sum is added to the stream at once, but where it must not matter how long the message is."""
+    for said, left, found in ranks.run(2, beside, ordered):
+        assert (said, left) == ([made, "gather", "reduce"], lefts)
+        for rows, stream in zip((3, 4), found[:2], strict=True):
+            exact = 1 + drawn(9, rows, 8) @ drawn(7, 4, 8).T + torch.arange(4.0)
+            torch.testing.assert_close(stream, exact)
+        torch.testing.assert_close(found[2], torch.ones(1, 4) @ drawn(8, 16, 4).T)
+        torch.testing.assert_close(found[3], found[0] - 1)
 
 
 def places(world: World) -> tuple[list[int], list[int], list[int], int, int]:

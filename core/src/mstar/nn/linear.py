@@ -123,7 +123,7 @@ class ColumnLinear(Linear):
 class RowLinear(Linear):
     """Input features are what tensor parallelism divides: every rank's product is a part of the sum, which all get.
 
-    The bias is added once, to the sum. *unit* and *sections* as :class:`ColumnLinear`'s, of the input features.
+    The bias is added once, by the first rank. *unit* and *sections* as :class:`ColumnLinear`'s, of the input features.
     """
 
     def __init__(
@@ -145,13 +145,21 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return self._multiplied(x, self.bias)
-        out: Tensor = self.tp.all_reduce(self._multiplied(x, None))
-        return out if self.bias is None else out.add_(self.bias)
+        out: Tensor = self.tp.all_reduce(self._part(x))
+        return out
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         if self.tp.size == 1:
             return super().add_to(residual, x)
-        return self(x)  # type: ignore[no-any-return]
+        part = self._part(x)
+        if self.tp.add_reduced(residual, part):
+            return None
+        out: Tensor = self.tp.all_reduce(part)
+        return out
+
+    def _part(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum."""
+        return self._multiplied(x, self.bias if self.tp.rank == 0 else None)
 
     def published_parts(self, name: str) -> Iterator[Part]:
         yield Part("", cut=_unless_whole(self._cut) if name == "weight" else None)

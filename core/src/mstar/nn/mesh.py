@@ -10,7 +10,8 @@ Layers take their share when they are built: within :func:`building` they find t
 
 *Order.* All ranks of a group run the same operations in the same order, so that the calls meet. With ``ordered`` sums
 are taken in the order of the ranks, whatever the size of a message: a row's bits do not depend on its step's other rows
-(promise P6), and all ranks have the same ones. That is how the CPU and deterministic engines add; else NCCL chooses.
+(promise P6), and all ranks have the same ones. That is how the CPU and deterministic engines add; else NCCL chooses. A
+reducer adds in that order too, so that both may use it.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ log = logging.getLogger(__name__)
 
 
 class Reducer(Protocol):
-    """A way to add small messages up (:mod:`mstar.nn.symmetric`)."""
+    """A way for small messages (:class:`mstar.nn.symmetric.SymmetricReducer`), which adds in the order of the ranks."""
 
     def takes(self, x: Tensor) -> bool: ...
 
     def reduce(self, x: Tensor) -> Tensor: ...
+
+    def add(self, residual: Tensor, x: Tensor) -> None: ...
+
+    def gather(self, x: Tensor) -> Tensor: ...
 
 
 class Group:
     """One axis of a mesh, of which this process is number *rank* of *size*.
 
     :param handle: torch's process group. Without one a group of several can be built with, but cannot talk.
-    :param ordered: sums in the order of the ranks. :param reducer: for messages that it takes, if sums need no order.
+    :param ordered: sums in the order of the ranks. :param reducer: for messages that it takes.
     """
 
     def __init__(
@@ -60,19 +65,37 @@ class Group:
         if self.size == 1 or not x.numel():
             return x
         x = x.contiguous()
-        if self.ordered:
-            return _added(self._gathered(x), x)
         if self.reducer is not None and self.reducer.takes(x):
             return self.reducer.reduce(x)
+        if self.ordered:
+            return _added(self._gathered(x), x)
         torch.distributed.all_reduce(x, group=self._talking())
         return x
+
+    @never_compiled
+    def add_reduced(self, residual: Tensor, x: Tensor) -> bool:
+        """Add the sum of all ranks' *x* to *residual* in place, if one kernel does both here.
+
+        Ordered groups never do: the sum of a long message is rounded before it is added.
+
+        :returns: whether it did; otherwise nothing was done.
+        """
+        if self.ordered or self.reducer is None or not self.reducer.takes(x):
+            return False
+        if residual.shape != x.shape or residual.dtype is not x.dtype or not residual.is_contiguous():
+            return False
+        self.reducer.add(residual, x.contiguous())
+        return True
 
     @never_compiled
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """All ranks' *x*, the same shape on every rank, one after the other along *dim*."""
         if self.size == 1:
             return x
-        parts = self._gathered(x.contiguous())
+        x = x.contiguous()
+        if self.reducer is not None and dim in (-1, x.dim() - 1) and self.reducer.takes(x):
+            return self.reducer.gather(x)
+        parts = self._gathered(x)
         return torch.cat(parts.unbind(0), dim)
 
     @never_compiled
@@ -174,8 +197,8 @@ class World:
     """The processes of one model, which ``torch.distributed.init_process_group`` has joined: with backend ``gloo`` on
     the CPU, ``cpu:gloo,cuda:nccl`` on GPUs. Meshes over the same ranks share their process groups.
 
-    :param ordered: see :class:`Group`. :param symmetric_bytes: messages of up to so many bytes are added through
-        symmetric memory (:mod:`mstar.nn.symmetric`); 0: none are.
+    :param ordered: see :class:`Group`. :param symmetric_bytes: messages of up to so many bytes go through symmetric
+        memory (:mod:`mstar.nn.symmetric`); 0: none do.
     """
 
     def __init__(self, device: torch.device, ordered: bool = True, symmetric_bytes: int = 0):
@@ -222,7 +245,7 @@ class World:
     def _reducer(self, handle: Any) -> Reducer | None:
         """Through symmetric memory, if every rank of *handle* has it: ranks that add up in different ways would wait
         for each other for ever."""
-        if not self.symmetric_bytes or self.ordered:
+        if not self.symmetric_bytes or self.device.type == "cpu":
             return None
         from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
 

@@ -1,10 +1,9 @@
-"""Small sums over GPUs that see each other's memory: one kernel, in which each rank reads what all others wrote.
+"""Small messages between GPUs that see each other's memory: one kernel for a sum or for rows gathered.
 
 A decode step adds a few kilobytes up twice a layer, where NCCL's rings spend their time on hops. With PyTorch's
-symmetric memory each rank copies its part into a buffer that its peers have mapped, and adds all of them ("one-shot").
-Every rank reads ``size`` messages, so it is for small ones. Multicast is not used.
-
-On two H200 a sum of 8 KB in a captured step takes 6.5 µs, 15.8 by NCCL (``benchmarks/ranks_gpu.py``, part ``sums``).
+symmetric memory each rank writes its part straight into a buffer of each peer (:mod:`mstar.nn.ops.cuda_sums`), which
+has all of them on its own GPU and adds them. Every rank sends ``ranks - 1`` messages, so it is for small ones.
+Multicast is not used.
 """
 
 from __future__ import annotations
@@ -15,25 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SymmetricReducer", "symmetric_fault"]
+from mstar.nn import ops
 
-_ALIGNED = 16
-"""Messages are multiples of so many bytes, which the kernel loads at once."""
-_DTYPES = (torch.bfloat16, torch.float32)
+__all__ = ["SymmetricReducer", "symmetric_fault"]
 
 
 def symmetric_fault(device: torch.device) -> str | None:
-    """Why sums cannot go through symmetric memory on *device*, or ``None``."""
+    """Why messages cannot go through symmetric memory on *device*, or ``None``."""
     if device.type != "cuda":
         return "symmetric memory is for GPUs"
-    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
-        return f"PyTorch {torch.__version__} has no one_shot_all_reduce_copy"
-    return None
+    try:
+        import torch.distributed._symmetric_memory
+    except ImportError as error:
+        return f"PyTorch {torch.__version__} has no symmetric memory: {error}"
+    return ops.cuda_kernels_fault()
 
 
 class SymmetricReducer:
-    """Sums of messages of up to *most* bytes over the ranks of process group *handle*, which make one each, together.
-    Works within captured graphs: the buffer stays, and the kernel waits for the peers by flags in it.
+    """Messages of up to *most* bytes over the ranks of process group *handle*, which make the same calls in the same
+    order. Works within captured graphs. On the device calls must follow one another: streams that use it wait for each
+    other.
+
+    On each rank it takes ``4 × ranks × most`` bytes of device memory.
 
     :raises RuntimeError: :func:`symmetric_fault`, or the GPUs cannot map each other's memory.
     """
@@ -44,20 +46,35 @@ class SymmetricReducer:
             raise RuntimeError(fault)
         import torch.distributed._symmetric_memory as symmetric
 
+        from mstar.nn.ops import cuda_sums
+
         # without it torch makes a multicast object for every buffer, whose faults outlive the process
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-        self._name: str = handle.group_name
-        self._most = most // _ALIGNED * _ALIGNED
-        self._buffer = symmetric.empty(self._most, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, self._name)
+        rank, size, room = handle.rank(), handle.size(), most // 4
+        inbox = symmetric.empty(2, size, room, dtype=torch.int64, device=device)
+        inbox.zero_()
+        calls = torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32, device=device)
+        # No rank returns from the meeting before all have come to it, so nothing is sent into what is not yet zeros.
+        torch.cuda.synchronize(device)
+        self._shared = symmetric.rendezvous(inbox, handle.group_name)
+        self._inbox = inbox
+        buffers = [self._shared.get_buffer(peer, inbox.shape, inbox.dtype) for peer in range(size)]
+        addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
+        self._sums, self._mail = cuda_sums, cuda_sums.Mail(rank, size, room, addresses, calls)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether *x*, contiguous, is a message for it: decided by shape and dtype, so alike on every rank."""
-        return x.dtype in _DTYPES and x.nbytes <= self._most and x.nbytes % _ALIGNED == 0
+        """Whether *x* is a message for it: decided by shape and dtype, so alike on every rank."""
+        return self._sums.takes(self._mail, x)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' *x*, a new tensor."""
-        room = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        out: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(room, x, "sum", self._name)
-        return out
+        """The sum of all ranks' *x*, contiguous and overwritten: in float32 in the order of the ranks, rounded once."""
+        return self._sums.reduce(self._mail, x)
+
+    def add(self, residual: Tensor, x: Tensor) -> None:
+        """Add the sum of all ranks' *x* to *residual*, in place, with one rounding: both contiguous and alike."""
+        self._sums.add(self._mail, residual, x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' *x* ``[..., N]``, contiguous, beside each other: ``[..., ranks * N]``, a new tensor."""
+        return self._sums.gather(self._mail, x)

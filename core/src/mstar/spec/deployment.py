@@ -113,7 +113,8 @@ class EngineOptions(_Section):
         1_048_576,
         ge=0,
         description="Nodes on several GPUs that see each other's memory: sums of up to so many bytes, as decode steps "
-        "have, go through symmetric memory, in one kernel, and not through NCCL; 0: none do.",
+        "have, go through symmetric memory, in one kernel, and not through NCCL; 0: none do. Takes 4 times as much "
+        "memory for each rank of a node.",
     )
     idle_check_s: float = Field(1.0, gt=0, description="How often an idle worker checks its pools' books.")
 

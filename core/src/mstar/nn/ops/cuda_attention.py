@@ -20,13 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mstar.nn.ops import pdl
 from mstar.nn.ops.reference import HeadNorms
 
 __all__ = ["MOST_SPLITS", "Scratch", "decode_heads", "splits_for", "takes"]
-
-PDL = False
-"""Whether the kernel begins while the one before it ends (programmatic dependent launch, compute capability 9.0). Off
-until all kernels of a step take part: each must wait before it touches what an earlier one may still use."""
 
 MOST_SPLITS = 16
 """Programs that may share a row's context of one key head: adding up more shares takes longer than they save."""
@@ -79,7 +76,7 @@ def _attend_rows(
     heads, cos, sin, q_weight, k_weight, eps, keys, values, places, indptr, last, indices, out, shares, sums, counters,
     usual, long, stride: tl.constexpr, group: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr,
     page: tl.constexpr, normed: tl.constexpr, scale: tl.constexpr, softcap: tl.constexpr, window: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr, most_splits: tl.constexpr, part: tl.constexpr, pdl: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, most_splits: tl.constexpr, part: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row's query heads of one key head over a share of the context.
 
@@ -92,9 +89,7 @@ def _attend_rows(
     splits = tl.num_programs(2)
     width: tl.constexpr = kv_heads * size
     turning: tl.constexpr = group * kv_heads
-    if pdl:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    pdl.begin(early)
     pages, pages_end, in_last = tl.load(indptr + row), tl.load(indptr + row + 1), tl.load(last + row)
     # Queries are loaded before anything is computed from these, so that both are on their way together.
     at = tl.arange(0, size)[None, :]
@@ -263,11 +258,10 @@ def decode_heads(
     block, warps, stages = _launch(size)
     most = triton.next_power_of_2(group)
     part = max(min(most, _COMBINED // (MOST_SPLITS * size)), 1)
-    options = {"launch_pdl": True} if PDL else {}
     _attend_rows[(kv_heads, rows, splits)](
         heads, cos, sin, q_weight, k_weight, float(eps), keys, values, places, indptr, last, indices, out,
         scratch.shares, scratch.sums, scratch.counters, usual or splits, _LONG // block,
         stride, group, kv_heads, size, page, norms is not None, scale, float(softcap or 0), int(window or 0),
-        _GROUP, block, MOST_SPLITS, part, PDL, num_warps=warps, num_stages=stages, **options,
+        _GROUP, block, MOST_SPLITS, part, pdl.enabled(), num_warps=warps, num_stages=stages, **pdl.options(),
     )  # fmt: skip
     return out

@@ -1,0 +1,285 @@
+"""Sums over ranks in one kernel. In Triton's interpreter one rank runs, whose peers the test plays word by word; on a
+machine with several GPUs two processes run, at whatever pace. Run as ``cuda_ops_cases.py`` is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mstar.nn.mesh import World, _added
+from mstar.nn.ops import cuda, cuda_linear, cuda_sums, pdl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
+# The interpreter cuts bfloat16 off where a GPU rounds to nearest.
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="one rank by itself")
+on_gpus = pytest.mark.skipif(INTERPRETED or torch.cuda.device_count() < 2, reason="for two GPUs")
+
+
+def drawn(rank: int, call: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + call)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+class Post:
+    """The inboxes of all ranks, in this process."""
+
+    def __init__(self, size: int, rank: int, room: int = ROOM):
+        self.inboxes = [torch.zeros(2, size, room, dtype=torch.int64) for _ in range(size)]
+        addresses = torch.tensor([inbox.data_ptr() for inbox in self.inboxes])
+        calls = torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32)
+        self.mail = cuda_sums.Mail(rank, size, room, addresses, calls)
+
+    def sent(self, call: int, sender: int, to: int, words: int) -> Tensor:
+        return self.inboxes[to][call % 2, sender, :words]
+
+    def play(self, call: int, parts: list[Tensor]) -> None:
+        """What the others send in *call*."""
+        for sender, part in enumerate(parts):
+            if sender != self.mail.rank:
+                words = worded(part, call)
+                self.sent(call, sender, self.mail.rank, len(words)).copy_(words)
+
+
+def worded(part: Tensor, call: int) -> Tensor:
+    """The words of a message: the call's number, 32 bits of it."""
+    return part.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF | (call << 32)
+
+
+def close(got: Tensor, exact: Tensor) -> None:
+    limit = ROUNDING[got.dtype]
+    torch.testing.assert_close(got, exact, rtol=limit, atol=limit)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (4, 2)])
+def test_parts_are_sent_and_added_in_the_order_of_the_ranks(dtype: torch.dtype, size: int, rank: int) -> None:
+    post = Post(size, rank)
+    shapes = [(1, 8), (3, 300), (2, 2 * cuda_sums.BLOCK), (1, 2)]
+    for call, shape in enumerate(shapes, start=1):
+        parts = [drawn(each, call, *shape, dtype=dtype) for each in range(size)]
+        residual = drawn(9, call, *shape, dtype=dtype)
+        post.mail.calls.fill_(call - 1)  # short messages leave programs out, whose counts the test would have to keep
+        post.play(call, parts)
+        wide = sum((part.float() for part in parts[1:]), parts[0].float()) + residual.float()
+        cuda_sums.add(post.mail, residual, parts[rank].clone())
+        close(residual, wide.to(dtype))
+        words = worded(parts[rank], call)
+        for peer in range(size):
+            sent = post.sent(call, rank, peer, len(words))
+            assert torch.equal(sent, words) if peer != rank else not sent.any()
+        assert post.mail.calls[0] == call
+
+
+@interpreted
+def test_only_programs_that_had_words_count_a_call() -> None:
+    post = Post(2, 0)
+    x = torch.ones(1, 3 * cuda_sums.BLOCK)
+    post.play(1, [x, x])
+    cuda_sums.reduce(post.mail, x.clone())
+    post.play(2, [x[:, :4], x[:, :4]])
+    cuda_sums.reduce(post.mail, x[:, :4].clone())
+    assert post.mail.calls.tolist() == [2, 1, 1] + [0] * (cuda_sums.PROGRAMS - 3)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_has_the_bits_of_the_sum_in_order(dtype: torch.dtype) -> None:
+    parts = [drawn(each, 1, 5, 12, dtype=dtype) for each in range(3)]
+    parts[0][0, 0] = parts[1][0, 0] = parts[2][0, 0] = -0.0
+    expected = _added(torch.stack(parts), torch.empty(5, 12, dtype=dtype))
+    for rank in range(3):
+        post = Post(3, rank)
+        post.play(1, parts)
+        x = parts[rank].clone()
+        total = cuda_sums.reduce(post.mail, x)
+        assert total is x
+        close(total, expected)
+        assert total[0, 0].signbit()
+
+
+@interpreted
+def test_messages_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_sums, "PROGRAMS", 4)
+    post = Post(2, 1)
+    length = 2 * 4 * cuda_sums.BLOCK + 10
+    parts = [drawn(each, 1, 1, length, dtype=torch.float32) for each in range(2)]
+    post.play(1, parts)
+    assert torch.equal(cuda_sums.reduce(post.mail, parts[1].clone()), parts[0] + parts[1])
+    assert torch.equal(post.sent(1, 1, 0, length), worded(parts[1], 1))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_gathered_beside_each_other(dtype: torch.dtype) -> None:
+    parts = [drawn(each, 1, 3, 264, dtype=dtype) for each in range(3)]
+    post = Post(3, 1)
+    post.play(1, parts)
+    assert torch.equal(cuda_sums.gather(post.mail, parts[1]), torch.cat(parts, 1))
+
+
+@interpreted
+def test_after_all_numbers_calls_begin_again_without_that_of_an_empty_inbox() -> None:
+    post = Post(2, 0)
+    post.mail.calls.fill_(-1)
+    x = torch.ones(1, 4)
+    post.play(2, [x, x])
+    assert torch.equal(cuda_sums.reduce(post.mail, x.clone()), 2 * x)
+    assert post.mail.calls[0] == 2
+
+
+@interpreted
+def test_which_messages_are_taken() -> None:
+    mail = Post(2, 0, room=8).mail
+    for shape, dtype, taken in [
+        ((2, 4), torch.float32, True),
+        ((3, 4), torch.float32, False),
+        ((4, 4), torch.bfloat16, True),
+        ((4, 3), torch.bfloat16, False),
+        ((0, 4), torch.bfloat16, False),
+        ((2, 4), torch.int32, False),
+    ]:
+        assert cuda_sums.takes(mail, torch.zeros(shape, dtype=dtype)) is taken
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+@on_gpus
+@pytest.mark.timeout(120)
+def test_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path / "meeting")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=100)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+
+
+class Two:
+    """One of two ranks; :meth:`__call__` runs every check."""
+
+    def __init__(self, meeting: str, rank: int):
+        from mstar.nn.symmetric import SymmetricReducer
+
+        torch.cuda.set_device(rank)
+        self.rank, self.device = rank, torch.device("cuda", rank)
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=2
+        )
+        self.world = World(self.device, ordered=False, symmetric_bytes=1 << 20)
+        mesh = self.world.mesh([0, 1], tp=2)
+        assert mesh is not None
+        self.tp = mesh.tp
+        assert isinstance(self.tp.reducer, SymmetricReducer), "the sums go through NCCL"
+        self.reducer = self.tp.reducer
+
+    def __call__(self) -> None:
+        for early in (False, True):
+            pdl.use(early)
+            for dtype in DTYPES:
+                self.numbers(dtype)
+            self.replayed()
+        self.chained()
+
+    def numbers(self, dtype: torch.dtype) -> None:
+        for call, shape in enumerate([(1, 8), (1, 4096), (8, 4096), (33, 640), (64, 4096), (1, 4096), (7, 2)]):
+            parts = [drawn(rank, call, *shape, dtype=dtype).to(self.device) for rank in range(2)]
+            residual, own = drawn(9, call, *shape, dtype=dtype).to(self.device), parts[self.rank]
+            if not self.reducer.takes(own):
+                assert own.nbytes > 1 << 20
+                continue
+            wide = parts[0].float() + parts[1].float()
+            assert torch.equal(self.tp.all_reduce(own.clone()), wide.to(dtype)), (shape, dtype)
+            assert torch.equal(self.tp.all_gather(own), torch.cat(parts, 1)), (shape, dtype)
+            assert self.tp.add_reduced(residual, own)
+            exact = wide + drawn(9, call, *shape, dtype=dtype).to(self.device).float()
+            assert torch.equal(residual, exact.to(dtype)), (shape, dtype)
+
+    def replayed(self, times: int = 1000) -> None:
+        """Calls of long and short messages in a captured graph; each rank is late when it likes."""
+        shapes = [(1, 4096), (64, 4096), (1, 256), (8, 4096), (1, 4096)]
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        places = [torch.arange(rows * width, device=self.device).view(rows, width) for rows, width in shapes]
+
+        def step() -> None:
+            count.add_(1)
+            for number, place in enumerate(places):  # small whole numbers, which every sum has exactly
+                parts = [((place + 7 * rank + number + count * (rank + 3)) % 61).bfloat16() for rank in range(2)]
+                residual = ((place + count) % 32).bfloat16()
+                exact = residual + parts[0] + parts[1]
+                assert self.tp.add_reduced(residual, parts[self.rank])
+                wrong.add_((residual != exact).sum())
+
+        graph = self.captured(step)
+        late = torch.Generator().manual_seed(self.rank)
+        for _ in range(times):
+            if not int(torch.randint(8, (), generator=late)):
+                torch.cuda._sleep(int(torch.randint(400_000, (), generator=late)))
+            graph.replay()
+        torch.cuda.synchronize()
+        assert int(count) == times + 1
+        assert not int(wrong), f"{int(wrong)} numbers of {times} steps are wrong"
+
+    def chained(self, layers: int = 12, width: int = 2048) -> None:
+        """Between products that read their weights early: the bits are those of one kernel after the other."""
+        weights = [drawn(self.rank, layer, width, width, dtype=torch.bfloat16) / 64 for layer in range(layers)]
+        weights = [weight.to(self.device) for weight in weights]
+        norm = torch.ones(width, dtype=torch.bfloat16, device=self.device)
+        start = drawn(9, 0, 1, width, dtype=torch.bfloat16).to(self.device)
+        x = start.clone()
+
+        def step() -> None:
+            x.copy_(start)
+            for weight in weights:
+                part = cuda_linear.norm_linear(x, norm, 1e-6, weight, None)
+                assert part is not None
+                assert self.tp.add_reduced(x, part)
+
+        pdl.use(False)
+        step()
+        expected = x.clone()
+        other = self.tp.all_gather(expected.view(torch.float32), 0)  # not by our kernel
+        assert torch.equal(other[0].view(torch.int32), other[1].view(torch.int32)), "the ranks' bits differ"
+        assert cuda.add_rms_norm(expected, None, norm, 1e-6).isfinite().all()
+        pdl.use(True)
+        graph = self.captured(step)
+        for _ in range(200):
+            x.zero_()
+            graph.replay()
+            assert torch.equal(x, expected)
+
+    def captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        step()  # compiled
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+
+def main() -> None:
+    two = Two(sys.argv[1], int(sys.argv[2]))
+    two()
+    two.tp.least(0)  # nobody's memory goes while the other may still write to it
+    sys.stdout.flush()
+    os._exit(0)  # to take NCCL's groups apart takes long
+
+
+if __name__ == "__main__":
+    main()
