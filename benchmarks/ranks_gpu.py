@@ -1,7 +1,7 @@
 """Several GPUs as one, side by side, and what moving a context between them costs.
 
     python benchmarks/ranks_gpu.py --out FILE.json                        # two GPUs: everything, in about six minutes
-    python benchmarks/ranks_gpu.py --parts decode --symmetric-bytes 262144 --out FILE.json
+    python benchmarks/ranks_gpu.py --parts decode --symmetric-bytes 0 --out FILE.json
     python benchmarks/ranks_gpu.py --ranks 4 --parts check,sums,decode --out FILE.json
     python benchmarks/ranks_gpu.py --shapes tiny --device cpu --out FILE.json   # does it work? no figures
 
@@ -117,13 +117,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", help="default: all; on the CPU all that need no GPU")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--symmetric-bytes", type=int, default=0, help="an engine has 1048576")
+    parser.add_argument("--symmetric-bytes", type=int, default=1_048_576, help="default: an engine's; 0: NCCL")
     parser.add_argument("--early", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     args = parser.parse_args()
-    asked = args.parts.split(",")
+    usual = [part for part in PARTS if args.device == "cuda" or part != "timeline"]
+    asked = usual if args.parts is None else args.parts.split(",")
     if args.ranks < 2:
         parser.error("--ranks: at least 2, a GPU each")
     if strange := set(asked) - set(PARTS):
