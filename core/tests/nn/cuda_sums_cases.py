@@ -23,6 +23,7 @@ ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="one rank by itself")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="for a GPU")
 on_gpus = pytest.mark.skipif(INTERPRETED or torch.cuda.device_count() < 2, reason="for two GPUs")
 
 
@@ -152,6 +153,90 @@ def test_which_messages_are_taken() -> None:
         ((2, 4), torch.int32, False),
     ]:
         assert cuda_sums.takes(mail, torch.zeros(shape, dtype=dtype)) is taken
+
+
+# --- two ranks on one GPU ---------------------------------------------------------------------------------------------
+class Streams:
+    """Two ranks as two streams of one process: all but the way over NVLink."""
+
+    def __init__(self, room: int = 1 << 18):
+        inboxes = [torch.zeros(2, 2, room, dtype=torch.int64, device="cuda") for _ in range(2)]
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device="cuda")
+        counts = [torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32, device="cuda") for _ in range(2)]
+        self.inboxes = inboxes
+        self.mails = [cuda_sums.Mail(rank, 2, room, addresses, counts[rank]) for rank in range(2)]
+        self.streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def run(self, step: Callable[[int], None]) -> None:
+        """*step* of each rank, side by side."""
+        for rank, stream in enumerate(self.streams):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step(rank)
+        for stream in self.streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def captured(self, step: Callable[[int], None]) -> torch.cuda.CUDAGraph:
+        self.run(step)  # compiled
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.run(step)
+        return graph
+
+
+@on_gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_on_one_gpu(dtype: torch.dtype) -> None:
+    two = Streams()
+    for call, shape in enumerate([(1, 8), (1, 4096), (8, 4096), (33, 640), (32, 4096), (1, 4096), (7, 2)]):
+        parts = [drawn(rank, call, *shape, dtype=dtype).cuda() for rank in range(2)]
+        stream = drawn(9, call, *shape, dtype=dtype).cuda()
+        sums, added, wide = [part.clone() for part in parts], [stream.clone() for _ in parts], parts[0].float()
+        wide = wide + parts[1].float()
+        rows: dict[int, Tensor] = {}
+
+        def step(
+            rank: int, parts: list[Tensor] = parts, sums: list[Tensor] = sums, added: list[Tensor] = added,
+            rows: dict[int, Tensor] = rows,
+        ) -> None:  # fmt: skip
+            cuda_sums.reduce(two.mails[rank], sums[rank])
+            cuda_sums.add(two.mails[rank], added[rank], parts[rank])
+            rows[rank] = cuda_sums.gather(two.mails[rank], parts[rank])
+
+        two.run(step)
+        torch.cuda.synchronize()
+        for rank in range(2):
+            assert torch.equal(sums[rank], wide.to(dtype)), (shape, rank)
+            assert torch.equal(added[rank], (wide + stream.float()).to(dtype)), (shape, rank)
+            assert torch.equal(rows[rank], torch.cat(parts, 1)), (shape, rank)
+
+
+@on_gpu
+@pytest.mark.timeout(120)
+def test_two_ranks_on_one_gpu_in_a_graph(times: int = 1000) -> None:
+    """Long and short messages by turns, each rank with work of its own in between."""
+    two, shapes = Streams(), [(1, 4096), (64, 4096), (1, 256), (8, 4096), (1, 4096)]
+    counts = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
+    places = [torch.arange(rows * width, device="cuda").view(rows, width) for rows, width in shapes]
+
+    def step(rank: int) -> None:
+        counts[rank].add_(1)
+        for number, place in enumerate(places):  # small whole numbers, which every sum has exactly
+            parts = [((place + 7 * peer + number + counts[rank] * (peer + 3)) % 61).bfloat16() for peer in range(2)]
+            stream = ((place + counts[rank]) % 32).bfloat16()
+            exact = stream + parts[0] + parts[1]
+            cuda_sums.add(two.mails[rank], stream, parts[rank])
+            wrong[rank].add_((stream != exact).sum())
+
+    graph = two.captured(step)
+    for _ in range(times):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert [int(count) for count in counts] == [times + 1] * 2
+    assert [int(count) for count in wrong] == [0, 0]
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
