@@ -19,11 +19,12 @@ from mstar.nn.ops import cuda, cuda_linear, cuda_sums, pdl
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
+TIMES = 1000
 # The interpreter cuts bfloat16 off where a GPU rounds to nearest.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="one rank by itself")
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="for a GPU")
+on_gpu = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="for a GPU")
 on_gpus = pytest.mark.skipif(INTERPRETED or torch.cuda.device_count() < 2, reason="for two GPUs")
 
 
@@ -215,7 +216,7 @@ def test_two_ranks_on_one_gpu(dtype: torch.dtype) -> None:
 
 @on_gpu
 @pytest.mark.timeout(120)
-def test_two_ranks_on_one_gpu_in_a_graph(times: int = 1000) -> None:
+def test_two_ranks_on_one_gpu_in_a_graph() -> None:
     """Long and short messages by turns, each rank with work of its own in between."""
     two, shapes = Streams(), [(1, 4096), (64, 4096), (1, 256), (8, 4096), (1, 4096)]
     counts = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
@@ -232,10 +233,10 @@ def test_two_ranks_on_one_gpu_in_a_graph(times: int = 1000) -> None:
             wrong[rank].add_((stream != exact).sum())
 
     graph = two.captured(step)
-    for _ in range(times):
+    for _ in range(TIMES):
         graph.replay()
     torch.cuda.synchronize()
-    assert [int(count) for count in counts] == [times + 1] * 2
+    assert [int(count) for count in counts] == [TIMES + 1] * 2
     assert [int(count) for count in wrong] == [0, 0]
 
 
@@ -295,7 +296,7 @@ class Two:
             exact = wide + drawn(9, call, *shape, dtype=dtype).to(self.device).float()
             assert torch.equal(residual, exact.to(dtype)), (shape, dtype)
 
-    def replayed(self, times: int = 1000) -> None:
+    def replayed(self, times: int = TIMES) -> None:
         """Calls of long and short messages in a captured graph; each rank is late when it likes."""
         shapes = [(1, 4096), (64, 4096), (1, 256), (8, 4096), (1, 4096)]
         count = torch.zeros((), dtype=torch.int64, device=self.device)
