@@ -167,7 +167,8 @@ def _node(flight: Flight) -> str:
 
 
 @contextmanager
-def speaker_of(scratch: Path, rows: int, lookahead: bool = True) -> Iterator[Speaker]:
+def speaker_of(scratch: Path, rows: int, lookahead: bool = True, **more: Any) -> Iterator[Speaker]:
+    """:param more: fields of the deployment."""
     family = tiny(FAMILIES["orpheus"])
     options: dict[str, Any] = {
         "device": "cpu",
@@ -175,6 +176,7 @@ def speaker_of(scratch: Path, rows: int, lookahead: bool = True) -> Iterator[Spe
         "max_concurrent_requests": rows + 8,
         "engine": {"lookahead": lookahead},
         "resources": {"kv": {"tokens": (rows + 8) * CONTEXT}},
+        **more,
     }
     speaker = Speaker(family, made(family, scratch / "orpheus"), options)
     try:

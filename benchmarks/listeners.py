@@ -31,6 +31,9 @@ from speech.streams import run_streams
 from mstar.engine.engine import Flight
 from mstar.engine.trace import Trace
 from mstar.graph import preroll
+from mstar.spec.deployment import SchedulerOptions
+
+DEFAULTS = SchedulerOptions()
 
 
 class Timed(Trace):
@@ -68,7 +71,8 @@ def simulate(scratch: Path, streams: int, words: argparse.Namespace) -> dict[str
         clock.now += seconds
 
     with ExitStack() as stack:
-        speaker = stack.enter_context(speaker_of(scratch, streams))
+        gpu = {"max_step_tokens": DEFAULTS.step_tokens("cuda"), "max_mixed_rows": DEFAULTS.mixed_rows("cuda")}
+        speaker = stack.enter_context(speaker_of(scratch, streams, scheduler=gpu))
         for name in ("time.monotonic", "time.perf_counter"):
             stack.enter_context(mock.patch(name, clock))
         stack.enter_context(mock.patch("time.sleep", sleep))

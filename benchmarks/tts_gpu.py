@@ -111,7 +111,9 @@ def summary(row: dict[str, Any]) -> dict[str, float]:
         "audio_s_per_s": steady["audio_s_per_s"],
         "of_floor": row.get("of_floor", float("nan")),
         "gapless": steady["gapless"],
+        "late_ms_p50": steady["late_ms"]["p50"],
         "late_ms_p95": steady["late_ms"]["p95"],
+        "burst_gapless": burst["gapless"],
     }
 
 

@@ -169,7 +169,7 @@ def test_what_a_turn_of_the_codec_takes_counts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_longer_chunks_that_follow_are_waited_for_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Speaking(monkeypatch, chunk=Ramp((1, 3, 8)))
-    one.write(2, 0.01)
+    one.write(2, 0.008)
     one.decode(0.002)  # 0.1 s of sound, and two codes are missing
     assert one.heard == [[0]]
     other = Speaking(monkeypatch, chunk=Ramp((1, 3, 8)))

@@ -18,7 +18,7 @@ from mstar.spec.request import TokenLogprob
 
 __all__ = ["JITTER_S", "MARGIN", "MOST", "Piece", "Preroll"]
 
-MARGIN = 2.2
+MARGIN = 3.0
 """What is held must play so many times longer than the next piece is expected to take,"""
 
 JITTER_S = 0.1

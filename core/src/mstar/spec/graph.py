@@ -418,7 +418,8 @@ class Stream:
         emitted.
     :param capacity: items held before the writer must wait (back-pressure); context kept for *left* is not counted.
     :param seconds_per_item: playback time of one item, if a person listens or watches: work that feeds the stream gets
-        a deadline from it.
+        a deadline from it, and with *fresh* playback begins when the next piece will come in time
+        (:mod:`mstar.graph.preroll`).
     :param max_items: the most items that one request may send in total (client streams; more is a 400).
     :param codes: of a stream between partitions: which emissions are its items. They travel over the host.
     :param primed: of a stream between partitions: an input of the graph, packed items, that comes before the first item
