@@ -18,6 +18,7 @@ from mstar.cli.commands import Parser
 from mstar.cli.serve import _arguments
 from mstar.settings import __doc__ as settings_table
 from mstar.spec.deployment import merge_deployment
+from mstar.spec.placement import ranks_of
 from mstar_server.observe.catalog import CATALOG
 from mstar_server.options import ServerOptions
 from mstar_server.routes.health import router as health
@@ -201,6 +202,22 @@ def test_what_the_chart_renders_can_be_served(values: Mapping[str, Any], tmp_pat
     assert set(found) == wanted
     for metric in ("mstar_worker_requests_waiting",):
         assert metric in CATALOG
+
+
+def test_what_the_page_gives_the_chart_can_be_served() -> None:
+    text = (ROOT / "docs/deploy.md").read_text(encoding="utf-8")
+    files = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    assert len(files) > 1
+    for values in files:
+        assert values.keys() <= VALUES.keys()
+        assert values["deployments"].keys() <= {*values["models"]}
+        ranks = 0
+        for key, file in values["deployments"].items():
+            deployment = merge_deployment(key, file)
+            ranks += ranks_of(deployment.placement) * deployment.replicas
+        assert values.get("gpus", 0) in (0, ranks)
+        if ranks > 1:
+            assert values["gpus"] == ranks
 
 
 # --- KubeRay -------------------------------------------------------------------------------------------------------

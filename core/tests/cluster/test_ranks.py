@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 from sharded import MANY
 from test_processes import arena_root, lives
@@ -149,6 +150,8 @@ APART = {"mini_seq2seq": {"encoder": 1, "decoder": 0}, "mini_tts": {"lm": 0, "co
 @pytest.mark.parametrize("key", APART)
 async def test_nodes_on_two_ranks_give_the_answers_of_one(key: str, arena_root: Path) -> None:
     async with running(key, placement=APART[key]) as ranks:
+        words = {number: psutil.Process(pid).cmdline()[-2:] for number, pid in ranks.executor.pids.items()}
+        assert words == {number: [key, f"rank-{number}"] for number in (0, 1)}, "what `ps` shows"
         rng = random.Random(1)
         cases = {f"r{n}": ranks.mini.example(rng) for n in range(8)}
         for name, example in cases.items():

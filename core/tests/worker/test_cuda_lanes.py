@@ -127,6 +127,8 @@ def test_state_leaves_beside_the_steps_that_run() -> None:
     device = torch.device("cuda", 0)
     aside = Aside(device)
     state = torch.arange(1 << 20, device=device)
+    with aside.behind():
+        state.flip(0).sum().item()  # room to gather in, and kernels that are loaded
     torch.cuda._sleep(20_000_000)
     state.add_(1)  # the step that made it
     mark = aside.mark()

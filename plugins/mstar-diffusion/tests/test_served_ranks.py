@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.choice import processes
@@ -35,7 +36,10 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-async def painted(folder: Path, placement: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+async def painted(
+    folder: Path, placement: Mapping[str, Any], ran: dict[str, Any] | None = None
+) -> list[npt.NDArray[Any]]:
+    """The pictures of REQUESTS. *ran* gets the workers' status."""
     found = Registry(load_plugins(Settings(extra_plugins=EXTRA)))
     spec = found.model(KEY)
     told = {"device": "cpu", "dtype": "float32", "placement": placement}
@@ -65,6 +69,8 @@ async def painted(folder: Path, placement: Mapping[str, Any]) -> list[npt.NDArra
             while not all(events[name] and isinstance(events[name][-1], Done | Failed) for name in names):
                 changed.clear()
                 await changed.wait()
+        if ran is not None:
+            ran.update(await executor.status())
     finally:
         await executor.stop()
     ends = [events[name][-1] for name in names]
@@ -72,10 +78,28 @@ async def painted(folder: Path, placement: Mapping[str, Any]) -> list[npt.NDArra
     return [collect([event for event in events[name] if isinstance(event, Emit)])["image"] for name in names]
 
 
-async def test_two_ranks_share_the_tokens_of_a_picture(tmp_path: Path) -> None:
-    tiny.write(tmp_path, n_heads=4, n_kv_heads=4, axes_dims=[4, 4, 4])
-    alone = await painted(tmp_path, {})
-    together = await painted(tmp_path, {"dit": {"ranks": [0, 1], "sp": 2}})
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("z_image")
+    tiny.write(folder, n_heads=4, n_kv_heads=4, axes_dims=[4, 4, 4])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[npt.NDArray[Any]]:
+    return asyncio.run(painted(folder, {}))
+
+
+async def test_each_guidance_branch_on_a_rank_of_its_own(folder: Path, alone: list[npt.NDArray[Any]]) -> None:
+    split = {"ranks": [0, 1], "split": "contexts"}
+    together = await painted(folder, {"dit": split, "text_encoder": split}, ran := {})
+    assert [rank["steps"] for rank in ran["ranks"]] == [2 + 2], "one branch: read, prepared, two steps"
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+async def test_two_ranks_share_the_tokens_of_a_picture(folder: Path, alone: list[npt.NDArray[Any]]) -> None:
+    together = await painted(folder, {"dit": {"ranks": [0, 1], "sp": 2}})
     for one, other in zip(alone, together, strict=True):
         # the order of sums changes last bits, of which rounding to bytes makes a step of one here and there
         apart = np.abs(one.astype(int) - other.astype(int))

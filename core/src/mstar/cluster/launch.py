@@ -129,8 +129,9 @@ def launch(
             log_form=log_format(),
             link=link,
         )
+        place = [f"{kind}-{number}" for kind, number in config.place.items()]
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, "mstar-worker", config.key, *([f"rank-{config.rank}"] if link else [])],
+            [sys.executable, "-c", _BOOT, "mstar-worker", config.key, *place],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
             env=worker_environment(config.deployment.engine.threads, os.environ),

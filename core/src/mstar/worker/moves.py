@@ -25,6 +25,7 @@ from mstar.engine.device import raise_if_lost
 from mstar.graph.calls import CallRun
 from mstar.resources.base import Owner, Resource, State
 from mstar.resources.staging import Late, record
+from mstar.worker.aside import Aside
 from mstar.worker.handles import Arriving, pack, unpack
 from mstar.worker.live import Live
 from mstar.worker.messages import Close, Contents, Export, Exported, Held, Import, ToRank
@@ -143,6 +144,7 @@ class Moves:
     ):
         self._ranks, self._pools, self._device = ranks, pools, device
         self._ready, self._failed = ready, failed
+        self._aside = Aside(device)
         self._numbers = itertools.count(1)
         self._waiting: deque[_Move] = deque()
         self._under_way: dict[int, _Move] = {}
@@ -233,7 +235,8 @@ class Moves:
         self._ranks.flush()
         if _HERE in move.source.ranks:
             target = move.target.ranks[move.source.ranks.index(_HERE)]
-            move.leaving = Leaving(self._pools, move.owners, self._ranks.channel(target))
+            with self._aside.behind(self._aside.mark()):
+                move.leaving = Leaving(self._pools, move.owners, self._ranks.channel(target))
             self._announced(move)
             self._advance(move)
 
@@ -264,14 +267,18 @@ class Moves:
     def _land(self, move: _Move) -> None:
         request = move.live.request
         move.times.append(time.monotonic())
-        shares = dict(move.shares)
-        if move.leaving is not None:
-            shares[_HERE] = move.leaving.held()
+        self._ranks.flush()  # what was told before is of the steps' stream
+        with self._aside.behind():
+            shares = dict(move.shares)
+            if move.leaving is not None:
+                shares[_HERE] = move.leaving.held()
+            for source, target in zip(move.source.ranks, move.target.ranks, strict=True):
+                if target != _HERE:
+                    self._ranks.tell(target, Import(request=request.id, held=self._onwards(shares[source], target)))
+            self._ranks.flush()
         for source, target in zip(move.source.ranks, move.target.ranks, strict=True):
             if target == _HERE:
                 adopt(self._pools, request, shares[source], self._device)
-            else:
-                self._ranks.tell(target, Import(request=request.id, held=self._onwards(shares[source], target)))
         for name, owner in move.owners:
             pool = self._ranks.books[name]
             assert isinstance(pool, SeatedPool)

@@ -9,9 +9,9 @@
 
 It is not :class:`mstar.patterns.denoise.DenoiseLoop`: velocity and update are one call here, so that a captured step
 has both, the denoiser works on its prompt once, and there are walks with references. With guidance they are two calls,
-as there. What a solver remembers of a request is the request's latent, its schedule and the loop's index; so requests
-at different steps, with different numbers of them, share a step. All ports are stacked: a step has requests of one
-size, and nothing is padded or masked.
+as there, and each branch is a context, which a layout may give a rank of its own. What a solver remembers of a request
+is the request's latent, its schedule and the loop's index; so requests at different steps, with different numbers of
+them, share a step. All ports are stacked: a step has requests of one size, and nothing is padded or masked.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ class ImageModel(Model, abc.ABC):
             Call("vae_encoder", inputs={"pixels": reference(i)}, outputs={"condition": condition(i)})
             for i in range(references)
         ]
-        before: list[Call | Seq] = [self._read("", "prompt"), *encoded]
+        before: list[Call | Seq] = [self._read("", "prompt", "cond" if guided else ""), *encoded]
         if guided:
-            before.append(self._read("negative_", "negative_prompt"))
+            before.append(self._read("negative_", "negative_prompt", "uncond"))
         step: Call | Seq = self._guided_step() if guided else self._step(references)
         if shown:
             look = Call("vae_decoder", "preview", {"clean": "clean"}, emit={"preview": "preview"})
@@ -177,12 +177,12 @@ class ImageModel(Model, abc.ABC):
         loop = Loop(step, Times(Param("num_inference_steps")), progress="progress")
         return Seq(before[0] if len(before) == 1 else Par(*before), loop, answer)
 
-    def _read(self, prefix: str, prompt: str) -> Seq:
+    def _read(self, prefix: str, prompt: str, branch: str) -> Seq:
         given: dict[str, Source] = {"ids": prefix + "ids", "length": prefix + "length"}
         context = f"{prefix}context"
         return Seq(
-            Call("text_encoder", inputs=given, outputs={"context": context}),
-            Call("dit", "prepare", {"context": context, "length": given["length"]}, {"prompt": prompt}),
+            Call("text_encoder", inputs=given, outputs={"context": context}, context=branch),
+            Call("dit", "prepare", {"context": context, "length": given["length"]}, {"prompt": prompt}, context=branch),
         )
 
     def _step(self, references: int) -> Call:
@@ -194,7 +194,7 @@ class ImageModel(Model, abc.ABC):
         calls = []
         for branch, prompt in (("cond", "prompt"), ("uncond", "negative_prompt")):
             inputs: dict[str, Source] = {"latent": "latent", "prompt": prompt, "sigmas": "sigmas", "index": Index()}
-            calls.append(Call("dit", "velocity", inputs, {"velocity": branch}))
+            calls.append(Call("dit", "velocity", inputs, {"velocity": branch}, context=branch))
         given: dict[str, Source] = {name: name for name in ("latent", "cond", "uncond", "sigmas")}
         given |= {"index": Index(), "scale": Param("guidance_scale")}
         return Seq(Par(*calls), Call("dit", "guide", given, {"latent": "latent", "clean": "clean"}))
