@@ -44,7 +44,7 @@ def chain(layers: list[Layer], stream: Tensor, asking: bool) -> Tensor:
         delta = _add(x, heads[:, : layer.o.shape[1]], layer.o)
         wide = F.linear(cuda.add_rms_norm(x, delta, layer.norms[1], EPS, following=gate_up), layer.gate_up)
         delta = _add(x, cuda.silu_mul(wide, down), layer.down)
-    return x if delta is None else x.add_(whole(delta))
+    return x if delta is None else x.add_(whole(delta, x))
 
 
 def _add(x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor | None:
