@@ -2,9 +2,10 @@
 
 A chain of layers without attention, each with weights of its own, in one CUDA graph, as ``gpu_linear.py`` has it: plain
 (``whole``), with norms and activations that ask for the next weights (``ahead``, by how many megabytes and how many
-bytes at once), with products whose parts the next norm adds up (``divided``, by the parts of o and of down), with both.
-Each is compared with float32, and *ahead* with *whole* bit for bit. Where a product is faster undivided, or with other
-parts, ``mstar.nn.ops.cuda_linear_table.DIVIDED`` is to say so::
+bytes at once), with products whose parts the next norm adds up (by the parts of o and of down), with both; and with
+programmatic dependent launch of our kernels between cuBLAS's (``early``).
+Each is compared with float32, and what divides nothing with *whole* bit for bit. Where a product is faster undivided,
+or with other parts, ``mstar.nn.ops.cuda_linear_table.DIVIDED`` is to say so::
 
     python benchmarks/gpu_between.py --shapes qwen3.5-4b,qwen3.5-9b --rows 8,32,64 --out FILE.json    # a minute
 """
@@ -16,7 +17,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from gpu_linear import ALL_SHAPES, EPS, LAYERS, Layer, apart_by, captured, draw,
 from gpu_ops import copy_bandwidth
 from torch import Tensor
 
-from mstar.nn.ops import ahead, cuda, cuda_linear, whole
+from mstar.nn.ops import ahead, cuda, cuda_linear, pdl, whole
 from mstar.nn.ops.cuda_linear_table import DIVIDED
 
 PARTS = (2, 3, 4, 6, 8)
@@ -34,16 +35,16 @@ Parts = tuple[int, int]
 """Of o and of down; 1: undivided."""
 
 
-def chain(layers: list[Layer], stream: Tensor, early: bool) -> Tensor:
+def chain(layers: list[Layer], stream: Tensor, asking: bool) -> Tensor:
     """The layers as ``mstar.nn.decoder`` runs them."""
     x, delta = stream.clone(), None
     for layer in layers:
-        qkv, gate_up, down = (layer.qkv, layer.gate_up, layer.down) if early else (None, None, None)
+        qkv, gate_up, down = (layer.qkv, layer.gate_up, layer.down) if asking else (None, None, None)
         heads = F.linear(cuda.add_rms_norm(x, delta, layer.norms[0], EPS, following=qkv), layer.qkv)
         delta = _add(x, heads[:, : layer.o.shape[1]], layer.o)
         wide = F.linear(cuda.add_rms_norm(x, delta, layer.norms[1], EPS, following=gate_up), layer.gate_up)
         delta = _add(x, cuda.silu_mul(wide, down), layer.down)
-    return x if delta is None else x.add_(whole(delta))
+    return x if delta is None else x.add_(whole(delta, x))
 
 
 def _add(x: Tensor, mixed: Tensor, weight: Tensor) -> Tensor | None:
@@ -61,24 +62,35 @@ def divide(layer: Layer, parts: Parts) -> None:
             DIVIDED[key] = ((1 << 30, count),)
 
 
-def ways(layer: Layer) -> Iterator[tuple[str, Parts, int, int]]:
-    """Name, parts, megabytes (0: nothing is asked for) and bytes of a line."""
+class Way(NamedTuple):
+    """*megabytes* that are asked for (0: none), *line* bytes at once."""
+
+    name: str
+    parts: Parts = (1, 1)
+    megabytes: int = 0
+    line: int = 128
+    early: bool = False
+
+
+def ways(layer: Layer) -> Iterator[Way]:
     fitting = [[parts for parts in PARTS if weight.shape[1] % (64 * parts) == 0] for weight in (layer.o, layer.down)]
-    yield "whole", (1, 1), 0, 128
+    yield Way("whole")
+    yield Way("early", early=True)
     for parts in fitting[0]:
-        yield f"o in {parts}", (parts, 1), 0, 128
+        yield Way(f"o in {parts}", (parts, 1))
     for parts in fitting[1]:
-        yield f"down in {parts}", (1, parts), 0, 128
+        yield Way(f"down in {parts}", (1, parts))
     for size in MEGABYTES:
-        yield f"ahead {size} MB", (1, 1), size, 128
-    yield "ahead 12 MB by 64", (1, 1), 12, 64
-    yield "both", usual(layer), 12, 128
+        yield Way(f"ahead {size} MB", megabytes=size)
+    yield Way("ahead 12 MB by 64", megabytes=12, line=64)
+    yield Way("both", usual(layer), 12)
+    yield Way("both, early", usual(layer), 12, early=True)
 
 
 def usual(layer: Layer) -> Parts:
     """As the table has it."""
     found = (DIVIDED.get((weight.shape[0], weight.shape[1]), ((0, 1),)) for weight in (layer.o, layer.down))
-    o, down = (ways[0][1] for ways in found)
+    o, down = (each[0][1] for each in found)
     return o, down
 
 
@@ -87,23 +99,25 @@ def measure(shape: str, rows: int, layers: list[Layer], bandwidth: float) -> Ite
     want, floor = exact(layers, stream), sum(layer.nbytes for layer in layers) / bandwidth * 1e6
     plain: Tensor | None = None
     error = usual_us = 0.0
-    for name, parts, size, line in list(ways(layers[0])):
+    for way in list(ways(layers[0])):
         before = dict(DIVIDED), ahead.BYTES, ahead.LINE
-        divide(layers[0], parts)
-        ahead.BYTES, ahead.LINE = size << 20, line
+        divide(layers[0], way.parts)
+        ahead.BYTES, ahead.LINE = way.megabytes << 20, way.line
+        pdl.use(way.early)
         try:
-            graph, out = captured(lambda size=size: chain(layers, stream, size > 0))  # type: ignore[misc]
+            graph, out = captured(lambda way=way: chain(layers, stream, way.megabytes > 0))  # type: ignore[misc]
             taken = microseconds(graph)
         finally:
             DIVIDED.clear()
             DIVIDED.update(before[0])
             ahead.BYTES, ahead.LINE = before[1:]
+            pdl.use(False)
         off = apart_by(out, want)
         if plain is None:
             plain, error, usual_us = out.clone(), off, taken
-        same = parts != (1, 1) or bool(torch.equal(out, plain))
+        same = way.parts != (1, 1) or bool(torch.equal(out, plain))
         yield {
-            "shape": shape, "rows": rows, "way": name, "us_per_layer": taken / len(layers),
+            "shape": shape, "rows": rows, "way": way.name, "us_per_layer": taken / len(layers),
             "of_whole": taken / usual_us, "share": floor / taken, "error": off,
             "right": same and off <= 1.5 * error + 1e-6,
         }  # fmt: skip

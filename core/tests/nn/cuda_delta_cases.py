@@ -150,6 +150,21 @@ def test_all_ways_of_a_step_are_right(way: Way, state_dtype: torch.dtype, length
     assert torch.equal(state.pool[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_follows_changes_no_result(rows: int) -> None:
+    channels = 2 * K_HEADS * 128 + V_HEADS * 128
+    mixed, a, b = draw(rows, channels + 2 * V_HEADS).split((channels, V_HEADS, V_HEADS), 1)
+    inputs = (mixed, a, b, draw(channels, WIDTH), draw(V_HEADS) - 2, draw(V_HEADS))
+    window, state = slots(rows, channels, WIDTH - 1), slots(rows, V_HEADS, 128, 128)
+    spans = Spans(torch.arange(rows + 1, device=DEVICE), rows)
+    found = []
+    for following in (None, draw(300, 1024, dtype=torch.bfloat16), draw(3, 24, dtype=torch.bfloat16)):
+        kept = state._replace(pool=state.pool.clone()), window._replace(pool=window.pool.clone())
+        out = cuda_delta.gated_delta_net(*inputs, spans, kept[1], kept[0], following=following)
+        found.append((out, kept[0].pool, kept[1].pool))
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
 @pytest.mark.parametrize("lengths", [[70], [1, 1]])
 def test_the_rule_by_itself(lengths: list[int]) -> None:
     n = sum(lengths)

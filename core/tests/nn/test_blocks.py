@@ -18,7 +18,7 @@ from mstar.nn.decoder import DecoderStack, GatedMLP
 from mstar.nn.encoder import EncoderStack
 from mstar.nn.linear import QKVLinear
 from mstar.nn.node import Step
-from mstar.nn.norm import OffsetRMSNorm, RMSNorm
+from mstar.nn.norm import LayerNorm, OffsetRMSNorm, RMSNorm
 
 
 def random_(module: nn.Module, seed: int = 2) -> nn.Module:
@@ -147,6 +147,10 @@ def test_parts_of_products_are_added_up_by_the_next_norm_or_at_the_end(
     stack = random_(DecoderStack(DecoderConfig(16, 8, 2, 2, 1, 4, 12, 32, o_bias=bias, mlp_bias=bias)))
     x, positions = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)), torch.arange(3)
     exact = stack(x.clone(), positions, _Mixing())
+    x3, norm = torch.stack((x, x + 1)), RMSNorm(8)
+    torch.testing.assert_close(norm(x3.clone(), x3), norm(x3 * 2))  # of that shape, and no parts
+    layer_norm = LayerNorm(8)
+    torch.testing.assert_close(layer_norm(x.clone(), torch.stack((x, x))), layer_norm(x * 3))
     calls: list[torch.Size] = []
 
     def divided_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -144,14 +144,17 @@ def test_kernels_of_gated_delta_nets_compile_for_a_gpu(monkeypatch: pytest.Monke
     places = "gate:bf16 norm:bf16 offsets:i64 window_source:i64 window_target:i64 state_source:i64 state_target:i64"
     strides = {"stride": 1536, "a_stride": 1536, "b_stride": 1536, "window_stride": 9216, "state_stride": 131072}
     one = {"width": 4, "k_heads": 2, "gate_stride": 1536, "window_kept": True, "state_kept": True}
-    options = {"groups": 4, "stages": 3}
+    options = {"groups": 4, "stages": 3, "line": 128}
+    next_weight = " asking:i32 next_lines:i32 next_of_row:i32 next_of_part:i32 next_row:i32 next_part:i32"
     alone, streamed = (
         _compile(
-            steps._delta_step, layer + places, "eps:fp32 rows:i32", aligned=True, warps=4, normed=True, single=True,
-            resident=resident, **heads, **strides, **one, **options,
+            steps._delta_step, layer + places + " next_weight:bf16", "eps:fp32 rows:i32" + next_weight, aligned=True,
+            warps=4, normed=True, single=True, resident=resident, turn=turn, **heads, **strides, **one, **options,
         )
-        for resident in (False, True)
+        for resident, turn in ((False, 256), (True, 0))
     )  # fmt: skip
+    assert alone.count("prefetch.global.L2") == 2  # of a thread, behind all that it stores
+    assert alone.index("prefetch.global.L2") > alone.rindex("st.global")
     assert alone.count("st.global.v4") == 32  # a matrix of 64 kB: 128 numbers a thread
     # All of it is under way before anything that is computed is waited for.
     assert alone.index("ex2.approx") > [found.start() for found in re.finditer("ld.global.v4", alone)][31]

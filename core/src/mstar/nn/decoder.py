@@ -147,4 +147,4 @@ class DecoderStack(nn.Module):
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, rotation, kv)
-        return x if delta is None else x.add_(ops.whole(delta))
+        return x if delta is None else x.add_(ops.whole(delta, x))

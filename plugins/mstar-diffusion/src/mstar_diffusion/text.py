@@ -90,7 +90,7 @@ class TextEncoder(Node):
         for number, layer in enumerate(self.layers, 1):
             delta = layer(x, delta, rotation, view)
             if number in self.states:
-                found[number] = x.clone() if delta is None else x.clone().add_(ops.whole(delta))
+                found[number] = x.clone() if delta is None else x.clone().add_(ops.whole(delta, x))
         return torch.cat([found[state] for state in self.states], -1).view(rows, tokens, -1)
 
 

@@ -87,7 +87,7 @@ class Qwen35Stack(nn.Module):
         delta: Tensor | None = None
         for layer in self.layers:
             delta = layer(x, delta, rotation, spans, kv, state)
-        return x if delta is None else x.add_(ops.whole(delta))
+        return x if delta is None else x.add_(ops.whole(delta, x))
 
 
 class Qwen35Node(CausalLMNode):

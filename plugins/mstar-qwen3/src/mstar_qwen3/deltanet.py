@@ -72,5 +72,6 @@ class GatedDeltaNet(nn.Module):
             state.slots("conv", self.index),
             state.slots("delta", self.index),
             delta_ops.GatedNorm(gate, self.norm.weight, self.norm.eps),
+            self.out_proj.weight,
         )
         return self.out_proj.add_to(x, normed.flatten(1))

@@ -229,10 +229,11 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
     """Add *delta* to *residual* ``[N, size]`` in place and return its layer norm (Ba et al. 2016): each row less its
     mean, over ``sqrt(variance + eps)``, times *weight* plus *bias*.
 
-    :param delta: ``[N, size]``, or ``None`` for nothing to add. All are of the model's dtype.
+    :param delta: as :func:`add_rms_norm`'s. All else is of the model's dtype.
     :returns: a new tensor of that dtype, rounded once.
     """
-    return _ops(weight).add_layer_norm(residual, delta, weight, bias, eps)  # type: ignore[no-any-return]
+    added = None if delta is None else whole(delta, residual)
+    return _ops(weight).add_layer_norm(residual, added, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:

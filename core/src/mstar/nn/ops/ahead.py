@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-__all__ = ["LINE", "Ahead", "ask", "choose", "fetch", "lines_of", "nothing", "places", "plan"]
+__all__ = ["ARGUMENTS", "LINE", "Ahead", "ask", "choose", "fetch", "lines_of", "nothing", "places", "plan"]
 
 ROWS = 128
 """Most rows of a step that memory bounds."""
 BYTES = 12 << 20
 """What comes from memory between two products: some three microseconds' worth."""
+ARGUMENTS = ("next_weight", "next_lines", "next_of_row", "next_of_part", "next_row", "next_part")
+"""What a kernel that asks calls the fields of an :class:`Ahead`. All but the first are for no variant of its own."""
 LINE = 128
 """Bytes that are asked for at once, the second cache's lines."""
 

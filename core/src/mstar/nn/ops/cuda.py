@@ -40,10 +40,7 @@ def _known(*tensors: Tensor) -> bool:
 
 
 # --- norm and activation ----------------------------------------------------------------------------------------------
-_NEXT = ("next_weight", "next_lines", "next_of_row", "next_of_part", "next_row", "next_part")
-
-
-@triton.jit(do_not_specialize=["rows", *_NEXT[1:]], do_not_specialize_on_alignment=[_NEXT[0]])
+@triton.jit(do_not_specialize=["rows", *ahead.ARGUMENTS[1:]], do_not_specialize_on_alignment=[ahead.ARGUMENTS[0]])
 def _add_rms_norm(
     residual, delta, weight, out, eps, rows, next_weight, next_lines, next_of_row, next_of_part, next_row, next_part,
     stride: tl.constexpr, delta_stride: tl.constexpr, size: tl.constexpr, added: tl.constexpr, block: tl.constexpr,
@@ -150,7 +147,7 @@ _PARTS = 4
 """Beginnings of input features from which a product behind an activation may read: its programs share them."""
 
 
-@triton.jit(do_not_specialize=["rows", *_NEXT[1:]], do_not_specialize_on_alignment=[_NEXT[0]])
+@triton.jit(do_not_specialize=["rows", *ahead.ARGUMENTS[1:]], do_not_specialize_on_alignment=[ahead.ARGUMENTS[0]])
 def _silu_mul(
     gate_up, out, rows, next_weight, next_lines, next_of_row, next_of_part, next_row, next_part,
     stride: tl.constexpr, size: tl.constexpr, block: tl.constexpr, turn: tl.constexpr, line: tl.constexpr,

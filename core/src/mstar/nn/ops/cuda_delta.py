@@ -39,6 +39,7 @@ def gated_delta_net(
     window: StateSlots,
     state: StateSlots,
     norm: GatedNorm | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     _, v_heads, key, value = state.pool.shape
     keys = (mixed.shape[1] - v_heads * value) // 2
@@ -48,7 +49,7 @@ def gated_delta_net(
         return reference.gated_delta_net(mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm)
     if spans.single:
         out = mixed.new_empty((spans.rows, v_heads, value))
-        step(mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm, out)
+        step(mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm, out, following=following)
         return out
     taken = causal_conv(mixed, conv_weight, None, spans, window)
     q, k = (each.unflatten(1, (-1, key)) for each in (taken[:, :keys], taken[:, keys : 2 * keys]))

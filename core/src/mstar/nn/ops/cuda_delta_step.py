@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mstar.nn.ops import pdl
+from mstar.nn.ops import ahead, pdl
 from mstar.nn.ops.cuda_attention import _processors
 from mstar.nn.ops.cuda_delta_chunks import gates
 from mstar.nn.ops.delta import GatedNorm, Spans, StateSlots
@@ -142,8 +142,9 @@ def _matrix(
 
 
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["rows", "asking", *ahead.ARGUMENTS[1:]],
     do_not_specialize_on_alignment=[
+        ahead.ARGUMENTS[0],
         "a",
         "b",
         "offsets",
@@ -155,14 +156,16 @@ def _matrix(
 )
 def _delta_step(
     mixed, a, b, weight, a_log, dt_bias, offsets, windows, window_source, window_target, states, state_source,
-    state_target, gate, norm, out, eps, rows, stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
+    state_target, gate, norm, out, eps, rows, asking, next_weight, next_lines, next_of_row, next_of_part, next_row,
+    next_part, stride: tl.constexpr, a_stride: tl.constexpr, b_stride: tl.constexpr,
     window_stride: tl.constexpr, state_stride: tl.constexpr, gate_stride: tl.constexpr, width: tl.constexpr,
     k_heads: tl.constexpr, v_heads: tl.constexpr, key: tl.constexpr, value: tl.constexpr, groups: tl.constexpr,
     window_kept: tl.constexpr, state_kept: tl.constexpr, normed: tl.constexpr, single: tl.constexpr,
-    resident: tl.constexpr, stages: tl.constexpr, early: tl.constexpr,
+    resident: tl.constexpr, stages: tl.constexpr, turn: tl.constexpr, line: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of one row, or with *resident* of one row after the other.
 
+    :param asking: how many programs, the last ones, ask for *turn* lines each of what comes next when they have ended.
     :param single: whether each row has one token, as it must have with *resident*; else programs of rows that have not
         do nothing.
     """
@@ -202,6 +205,10 @@ def _delta_step(
             window_stride, state_stride, gate_stride, width, k_heads, v_heads, key, value, groups, window_kept,
             state_kept, normed,
         )  # fmt: skip
+        if turn:
+            number = tl.program_id(1) * v_heads + head - (rows * v_heads - asking)
+            if number >= 0:
+                ahead.fetch(next_weight, number, next_lines, next_of_row, next_of_part, next_row, next_part, turn, line)
 
 
 def step(
@@ -217,11 +224,13 @@ def step(
     norm: GatedNorm | None,
     out: Tensor,
     way: Way | None = None,
+    following: Tensor | None = None,
 ) -> None:
     """What *out* ``[tokens, v_heads, V]`` is to be for rows of one token, as
     :func:`mstar.nn.ops.delta.gated_delta_net` says.
 
-    :param way: another one than :func:`way_for` chooses.
+    :param way: another one than :func:`way_for` chooses. :param following: the weight of the product that comes next,
+        which the last programs ask for when their heads are done and memory has less to do.
     """
     if not spans.rows:
         return
@@ -233,15 +242,19 @@ def step(
     programs = spans.rows
     if resident:
         programs = min(max(resident * _processors(state.pool.device) // v_heads, 1), spans.rows)
+    asked = None if resident else ahead.plan(following, spans.rows)
+    asking = 0 if asked is None else min(asked.programs(way.warps), spans.rows * v_heads)
     options = {"num_warps": way.warps, **pdl.options()}
     if way.registers and state.pool.is_cuda:
         options["maxnreg"] = way.registers
     _delta_step[(v_heads, programs)](
         mixed, a, b, conv_weight, a_log, dt_bias, spans.offsets, window.pool, window.source, or_source(window),
-        state.pool, state.source, or_source(state), gate, scale, out, float(eps), spans.rows, mixed.stride(0),
-        a.stride(0), b.stride(0), window.pool.stride(0), state.pool.stride(0), gate.stride(0), conv_weight.shape[1],
-        k_heads, v_heads, key, value, min(way.groups, value // 16), window.target is not None,
-        state.target is not None, norm is not None, spans.single, resident > 0, way.stages, pdl.enabled(), **options,
+        state.pool, state.source, or_source(state), gate, scale, out, float(eps), spans.rows, asking,
+        *(asked or ahead.nothing(mixed)), mixed.stride(0), a.stride(0), b.stride(0), window.pool.stride(0),
+        state.pool.stride(0), gate.stride(0), conv_weight.shape[1], k_heads, v_heads, key, value,
+        min(way.groups, value // 16), window.target is not None, state.target is not None, norm is not None,
+        spans.single, resident > 0, way.stages,
+        ahead.lines_of(way.warps) if asking else 0, ahead.LINE, pdl.enabled(), **options,
     )  # fmt: skip
 
 

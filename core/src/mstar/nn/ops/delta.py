@@ -148,6 +148,7 @@ def gated_delta_net(
     window: StateSlots,
     state: StateSlots,
     norm: GatedNorm | None = None,
+    following: Tensor | None = None,
 ) -> Tensor:
     """What a layer does between its projections, ``[N, v_heads, V]`` in the dtype of *mixed*.
 
@@ -164,9 +165,10 @@ def gated_delta_net(
     :param a_log: and *dt_bias*: ``[v_heads]``, floating point of any dtype.
     :param window: of ``[places, channels, width - 1]``: the last inputs of the convolution, oldest first.
     :param state: of ``[places, v_heads, K, V]``, float32 or bfloat16.
+    :param following: as :func:`mstar.nn.ops.add_rms_norm`'s.
     """
     return _on(mixed).gated_delta_net(  # type: ignore[no-any-return]
-        mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm
+        mixed, a, b, conv_weight, a_log, dt_bias, spans, window, state, norm, following
     )
 
 

@@ -237,6 +237,7 @@ def netted(rule: Rule) -> Net:
         window: StateSlots,
         state: StateSlots,
         norm: GatedNorm | None = None,
+        following: Tensor | None = None,
     ) -> Tensor:
         _, v_heads, key, value = state.pool.shape
         mixed = causal_conv(mixed, conv_weight, None, spans, window)

@@ -40,8 +40,9 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-def whole(delta: Tensor) -> Tensor:
-    return delta.sum(0) if delta.dim() == 3 else delta
+def whole(delta: Tensor, residual: Tensor) -> Tensor:
+    """What is to be added to *residual*: *delta*, or the sum of its parts along a first dimension of their own."""
+    return delta.sum(0) if delta.dim() > residual.dim() else delta
 
 
 def add_rms_norm(
@@ -53,7 +54,7 @@ def add_rms_norm(
     following: Tensor | None = None,
 ) -> Tensor:
     if delta is not None:
-        residual.add_(whole(delta))
+        residual.add_(whole(delta, residual))
     if residual.is_cuda and residual.dtype == weight.dtype and dtype in (None, weight.dtype):
         return F.rms_norm(residual, weight.shape, weight, eps)
     # The mean of squares is taken in float32 whatever the dtype. torch's own rms_norm is seven kernels on the CPU.
