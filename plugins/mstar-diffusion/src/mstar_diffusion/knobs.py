@@ -13,8 +13,6 @@ __all__ = ["AREA", "MOST_STEPS", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOpt
 
 AREA = 2048 * 2048
 
-MOST_STEPS = 100
-
 TEXT_TOKENS = 512
 """The longest prompt, its template included."""
 
