@@ -79,7 +79,12 @@ def encoding_seconds(answer: bytes, rounds: int) -> float:
 
 
 def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of ``graphs`` behind ``mstar serve``, and ``encode_s``."""
+    """The figures of ``graphs`` behind ``mstar serve``, and ``encode_s``. It tells how far it is."""
+    began = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"http: {what} after {time.perf_counter() - began:.1f} s", flush=True)
+
     fields = deployment(shape, "graphs", args.device, at_once)
     config = folder.parent / "serve.yaml"
     config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **fields}))
@@ -93,12 +98,17 @@ def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Name
     with subprocess.Popen(words, env={**os.environ, **more}, stdout=sys.stderr) as server:
         try:
             _until_ready(url, server)
+            say("ready")
+            ready_s = time.perf_counter() - began
             body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
             with Clients(port, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
                 for count in at_once:
                     clients.ask(count)
+                    say(f"warm with {count} at once")
                 found = rates(clients.ask, at_once, args.rounds)
-                return found | {"encode_s": encoding_seconds(clients.ask(1)[0], args.rounds)}
+                say("measured")
+                encode_s = encoding_seconds(clients.ask(1)[0], args.rounds)
+                return found | {"encode_s": encode_s, "start_s": ready_s}
         finally:
             server.terminate()
             server.wait(30)

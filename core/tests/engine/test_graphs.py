@@ -372,7 +372,7 @@ def test_no_graphs_for_steps_with_prompts_if_so_asked(registry: Registry) -> Non
     assert [tokens for _, tokens in sizes] == sorted((tokens for _, tokens in sizes), reverse=True)
 
 
-def sized(graph: Graph) -> Graph:
+def sized(graph: Graph, fill: bool = True) -> Graph:
     """The denoise miniature's graph, whose updates name a size, an input that may be left out, and rows."""
     denoiser = graph.node("denoiser")
     entries = []
@@ -381,7 +381,7 @@ def sized(graph: Graph) -> Graph:
             mask = Port("mask", "float32", ("M",), "stacked", optional=True)
             entry = replace(entry, inputs=(*entry.inputs, mask), graph_sizes=({"H": 4, "W": 4},))
         entries.append(entry)
-    changed = replace(denoiser, entries=tuple(entries), graph_rows=(2, 3))
+    changed = replace(denoiser, entries=tuple(entries), graph_rows=(2, 3), graph_fill=fill)
     return replace(graph, nodes=tuple(changed if node is denoiser else node for node in graph.nodes))
 
 
@@ -415,3 +415,31 @@ def test_steps_of_named_sizes_and_rows(lookahead: bool, registry: Registry, monk
     found = [key for key in runner._lanes if key[0] == "denoiser" and key[1] != "read"]
     assert {key[2] for key in found} == {2, 3}
     assert len([key for key in found if key[1] == "update"]) == 2, "no step of five rows, and none of another size"
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_steps_of_a_node_whose_rows_are_dear_are_not_filled_up(
+    fill: bool, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Denoise.graph
+    monkeypatch.setattr(Denoise, "graph", lambda self: sized(plain(self), fill))
+    monkeypatch.setattr(Dit, "update", masked_update)
+    mini = miniature("mini_denoise")
+    driver = Driver(mini, registry)
+    runner, _ = record_steps(monkeypatch, driver, rows=8)
+    found, lane_of = set(), runner.lane
+
+    def lane(work: Sequence[Work], variants: Any) -> Any:
+        lane = lane_of(work, variants)
+        if work[0].call.op.call.node == "denoiser" and work[0].call.op.entry.name == "update":
+            found.add((len(work), None if lane is None else lane.rows))
+        return lane
+
+    monkeypatch.setattr(runner, "lane", lane)
+    for count in (1, 3, 4):
+        asked = {f"{count}.{i}": Example("a cat", {"steps": 3, "size": 4, "seed": i}) for i in range(count)}
+        for name, example in asked.items():
+            driver.submit(name, example)
+        driver.run()
+        check(mini, driver, asked)
+    assert found == {(1, 2 if fill else None), (3, 3), (4, None)}

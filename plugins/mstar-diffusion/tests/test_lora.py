@@ -169,6 +169,47 @@ def test_where_alpha_comes_from(
     torch.testing.assert_close(adapter.delta(torch.device("cpu")), torch.full((4, 3), RANK * factor))
 
 
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_diffusers_writes_the_configuration_into_the_files_head(tmp_path: Path, prefix: str) -> None:
+    """It counts before one beside the file; ``alpha_pattern`` names the ends of layers' names."""
+    layers = {f"transformer_blocks.{n}.attn.{end}": RANK + n for n in range(2) for end in ("to_q", "to_k")}
+    tensors = {}
+    for name, rank in layers.items():
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.ones(rank, 3)
+        tensors[f"transformer.{name}.lora_B.weight"] = torch.ones(4, rank)
+    config = {
+        "r": RANK,
+        "lora_alpha": 8,
+        "rank_pattern": {"blocks.1": 3},
+        "alpha_pattern": {"to_k": 5, r"1\.attn\.to_q": 7},
+    }
+    head = {"lora_adapter_metadata": json.dumps({prefix + key: value for key, value in config.items()})}
+    save_file(tensors, tmp_path / "adapter.safetensors", metadata=head)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 100}))
+    found = read_adapter(tmp_path / "adapter.safetensors")
+    alphas = [adapter.factor * len(adapter.down) for _, adapter in sorted(found.items())]
+    assert alphas == pytest.approx([5, 8, 5, 7]), "to_k and to_q of the first block, then of the second"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"use_dora": True}, "use_dora, which is not supported"),
+        ({"lora_alpha": "much"}, "lora_alpha in its configuration should be a number, not 'much'"),
+        ({"alpha_pattern": {"to_q": math.nan}}, "alpha_pattern in its configuration should be a number"),
+        ({"alpha_pattern": {"(": 3}}, "'(' is no pattern"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_stops_the_start(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    save_file({"x.lora_A.weight": torch.ones(2, 3), "x.lora_B.weight": torch.ones(4, 2)}, tmp_path / "a.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, **config}))
+    with pytest.raises(SetupError, match=r"a\.safetensors") as caught:
+        read_adapter(tmp_path / "a.safetensors")
+    assert words in str(caught.value)
+
+
 QUERIES = "transformer.transformer_blocks.0.attn.to_q"
 
 

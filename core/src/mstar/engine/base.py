@@ -27,8 +27,9 @@ class Runner(abc.ABC):
     def prepare(self, nodes: Mapping[str, Node]) -> None:
         """Called once, when all nodes are loaded and before the first request: compile."""
 
-    def fill_to(self, node: str, rows: Sequence[int]) -> None:
-        """Captured steps of *node* with one item a row are filled up to one of these numbers of *rows*."""
+    def fill_to(self, node: str, rows: Sequence[int], fill: bool = True) -> None:
+        """Captured steps of *node* with one item a row are filled up to one of these numbers of *rows*; without *fill*
+        they have one of these."""
 
     def items_to(self, node: str, items: int) -> None:
         """Steps of *node* whose rows have several items are captured up to so many *items*."""

@@ -224,7 +224,7 @@ class Engine:
         self.runner.prepare(self.nodes)
         for node in plan.graph.nodes:
             if node.graph_rows and node.name in self.nodes:
-                self.runner.fill_to(node.name, node.graph_rows)
+                self.runner.fill_to(node.name, node.graph_rows, node.graph_fill)
             if node.graph_items is not None and node.name in self.nodes:
                 self.runner.items_to(node.name, node.graph_items)
         sizes = self.runner.sizes(rows, tokens)

@@ -166,6 +166,7 @@ class GraphRunner(Runner):
         self._recorder = recorder or CudaRecorder()
         self._buckets: list[int] = []
         self._own_buckets: dict[str, list[int]] = {}
+        self._unfilled: set[str] = set()
         self._own_items: dict[str, list[int]] = {}
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
@@ -178,8 +179,10 @@ class GraphRunner(Runner):
         self.captured, self.seconds = 0, 0.0
 
     # --- which step gets a graph --------------------------------------------------------------------------------------
-    def fill_to(self, node: str, rows: Sequence[int]) -> None:
+    def fill_to(self, node: str, rows: Sequence[int], fill: bool = True) -> None:
         self._own_buckets[node] = sorted(rows)
+        if not fill:
+            self._unfilled.add(node)
 
     def items_to(self, node: str, items: int) -> None:
         self._own_items[node] = token_buckets(items)
@@ -213,7 +216,9 @@ class GraphRunner(Runner):
         if tokens == rows:
             buckets = self._own_buckets.get(node, self._buckets)
             size = next((size for size in buckets if size >= rows), None)
-            return None if size is None else (size, size)
+            if size is None or (size > rows and node in self._unfilled):
+                return None
+            return size, size
         if primary is None:
             return None
         padded = next((size for size in self._chunk_rows if size > rows), None)

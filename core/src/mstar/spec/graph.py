@@ -130,6 +130,9 @@ class NodeSpec:
     graph_rows: tuple[int, ...] = ()
     """To how many rows captured steps of one item a row are filled up, where a row costs much (a picture's); steps of
     more run as plain calls. Empty: the runner's own numbers."""
+    graph_fill: bool = True
+    """Whether they are filled up. False where each row costs as much as the first, so that a row of nothing would be
+    dear: steps of other numbers than :attr:`graph_rows` run as plain calls."""
     graph_items: int | None = None
     """The most items of a captured step whose rows have several, where they cost little: ``engine.max_graph_tokens``
     otherwise."""

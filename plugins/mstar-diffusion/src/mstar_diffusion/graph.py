@@ -19,6 +19,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -204,8 +205,10 @@ class ImageModel(Model, abc.ABC):
         options = self.options
         rows = tuple(sorted({size for size in options.capture_batch_sizes if size <= options.max_batch_size}))
         read = Entry(inputs=(_IDS, _LENGTH), outputs=(context,), graph_sizes=self._prompts())
-        yield NodeSpec("text_encoder", (read,), options.max_batch_size, graph_rows=rows)
-        yield NodeSpec("dit", tuple(self._dit(facts, context)), options.max_batch_size, graph_rows=rows)
+        # a picture's row keeps the device busy by itself: one of nothing would cost as much
+        shared: dict[str, Any] = {"max_rows": options.max_batch_size, "graph_fill": False}
+        yield NodeSpec("text_encoder", (read,), graph_rows=rows, **shared)
+        yield NodeSpec("dit", tuple(self._dit(facts, context)), graph_rows=rows, **shared)
         if facts.references:
             tokens = Port("condition", "model", ("h", "w", facts.channels), "list")
             yield NodeSpec("vae_encoder", (Entry(inputs=(_PIXELS,), outputs=(tokens,)),))
@@ -214,7 +217,7 @@ class ImageModel(Model, abc.ABC):
         decode = Entry(inputs=(latent,), outputs=(_IMAGE, _FINITE), graph_sizes=tuple(sizes.values()))
         preview = Entry("preview", (clean,), (replace(_IMAGE, name="preview"),))
         few = tuple(size for size in rows if size <= _DECODED) or rows[:1]
-        yield NodeSpec("vae_decoder", (decode, preview), options.max_batch_size, graph_rows=few)
+        yield NodeSpec("vae_decoder", (decode, preview), graph_rows=few, **shared)
 
     def _dit(self, facts: ImageFacts, context: Port) -> Iterator[Entry]:
         latent, prompt = _latent(facts), Port("prompt", "model", ("P", facts.prompt), "stacked")

@@ -13,8 +13,6 @@ __all__ = ["AREA", "MOST_STEPS", "SIZES", "TEXT_TOKENS", "ImageKnobs", "ImageOpt
 
 AREA = 2048 * 2048
 
-MOST_STEPS = 100
-
 TEXT_TOKENS = 512
 """The longest prompt, its template included."""
 
@@ -104,7 +102,7 @@ class ImageOptions(Knobs):
         (1, 2, 4, 8),
         min_length=1,
         max_length=16,
-        description="Numbers of requests whose denoise steps are captured; a step is filled up to the next of them.",
+        description="Numbers of requests whose denoise steps are captured; steps of others run as plain calls.",
     )
     lora: tuple[Lora, ...] = Field(
         (), max_length=16, description="Adapters to fold into the denoiser: `[{path: FILE, scale: 1.0}]`."

@@ -5,19 +5,16 @@ A folded adapter costs nothing when pictures are made. Sums are taken in float32
 Layouts: PEFT (``base_model.model.NAME.lora_A.weight``), diffusers (``transformer.NAME.lora_A.weight``), the authors'
 names (``diffusion_model.NAME.lora_A.weight``, also with ``lora_down`` and ``lora_up``), kohya's (``lora_unet_`` and the
 name with underscores). What an adapter adds is ``alpha / rank * up @ down``: *alpha* is a tensor of the file, else
-``lora_alpha`` of the configuration beside it (then with ``use_rslora`` over the square root of the rank), else the
-rank.
+one of the configuration in its head or beside it (:mod:`mstar_diffusion.lora_config`), else the rank.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mstar.nn.shards import Cut
-from mstar.processing.tokenizer import read_json
 from mstar.spec.errors import DeploymentError, SetupError
 from mstar.weights.names import Placement, WeightMap
 from mstar_diffusion.knobs import Lora
+from mstar_diffusion.lora_config import AdapterConfig
 from mstar_diffusion.native import NativeNames
 
 __all__ = ["Adapter", "check_files", "fold", "read_adapter"]
@@ -38,7 +35,6 @@ _FLAT = ("lora_unet_", "lora_transformer_")
 _SUFFIX = re.compile(
     r"(?P<name>.+?)\.(?:(?P<way>lora_A|lora_B|lora_down|lora_up)(?:\.[^.]+)?\.weight|(?P<alpha>alpha))", re.ASCII
 )
-_CONFIGS = ("adapter_config.json", "config.json")
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,7 @@ def read_adapter(file: Path) -> dict[str, Adapter]:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise SetupError(f"the adapter {file} cannot be read: {error}") from error
-    config = next((found for name in _CONFIGS if "r" in (found := read_json(file.parent, name))), {})
-    if config.get("use_dora") or config.get("alpha_pattern") or config.get("rank_pattern"):
-        words = [key for key in ("use_dora", "alpha_pattern", "rank_pattern") if config.get(key)]
-        raise SetupError(f"the adapter {file}: its configuration has {', '.join(words)}, which is not supported")
+    config = AdapterConfig.read(file)
     if not tensors:
         raise SetupError(f"the adapter {file} has no tensors")
     parts: dict[str, dict[str, Tensor]] = {}
@@ -119,7 +112,7 @@ def read_adapter(file: Path) -> dict[str, Adapter]:
     return {name: _adapter(file, name, found, config) for name, found in parts.items()}
 
 
-def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: Mapping[str, Any]) -> Adapter:
+def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: AdapterConfig) -> Adapter:
     for part in ("lora_A", "lora_B"):
         if part not in found or found[part].ndim != 2:
             raise SetupError(f"the adapter {file}: {name!r} has no matrix {part}")
@@ -132,8 +125,7 @@ def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: Mapping
             raise SetupError(f"the adapter {file}: {part} of {name!r} has values that are no numbers (NaN or infinity)")
     if "alpha" in found:
         return Adapter(down, up, float(found["alpha"]) / rank)
-    alpha = float(config.get("lora_alpha", rank))
-    return Adapter(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return Adapter(down, up, config.factor(_unprefixed(name), rank))
 
 
 def _add(
@@ -174,6 +166,10 @@ def _plain(name: str, known: Iterable[str]) -> str:
         if name.startswith(prefix):
             flat = name.removeprefix(prefix)
             return next((layer for layer in known if layer.replace(".", "_") == flat), flat)
+    return _unprefixed(name)
+
+
+def _unprefixed(name: str) -> str:
     for prefix in _stripped(name):
         name = name.removeprefix(prefix)
     return name
