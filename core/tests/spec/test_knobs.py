@@ -120,6 +120,13 @@ def test_fields_of_sections_in_words() -> None:
     assert rows[1].value == "whole number ≥ 1, ≤ 64"
 
 
+def test_what_a_deployment_sets_is_the_default_in_words() -> None:
+    rows = describe_fields(Glazed, inside=True, defaults={"window": {"window": 7}, "clean": False})
+    said = {row.name: row.default for row in rows}
+    assert (said["`window`"], said["`window.window`"], said["`clean`"]) == ("", "`7`", "`false`")
+    assert said["`window.share`"] == describe_fields(Window)[1].default
+
+
 def test_faults_inside_of_sections_name_the_nearest_there() -> None:
     with pytest.raises(DeploymentError) as caught:
         read_options(Glazed, {"window": {"windw": 3, "share": "much"}, "cleen": True})
