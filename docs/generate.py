@@ -14,7 +14,7 @@ import inspect
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from mstar import hookspecs, settings
 from mstar.plugins import load_plugins
 from mstar.registry import Registry
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.spec.deployment import Deployment, EngineOptions, RayOptions, SchedulerOptions
 from mstar.spec.fields import describe_fields
 from mstar.spec.model import ModelSpec
@@ -122,7 +123,9 @@ def _options(spec: ModelSpec) -> str:
     """The table of what the deployment may set of a model, for those that have such options."""
     if not spec.options.model_fields:
         return ""
-    return f"\n\nOptions of its deployment (`model_kwargs` in the deployment file):\n\n{fields(spec.options, True)}"
+    shipped = packaged_deployment(spec).get("model_kwargs") or {}
+    head = "\n\nOptions of its deployment (`model_kwargs` in the deployment file):\n\n"
+    return head + fields(spec.options, True, shipped)
 
 
 def deployment() -> str:
@@ -134,9 +137,10 @@ def deployment() -> str:
     )
 
 
-def fields(model: type[BaseModel], inside: bool = False) -> str:
-    """A table of *model*'s fields: name, what it may be, default, meaning. *inside*: and of those in its sections."""
-    rows = describe_fields(model, inside)
+def fields(model: type[BaseModel], inside: bool = False, defaults: Mapping[str, Any] | None = None) -> str:
+    """A table of *model*'s fields: name, what it may be, default, meaning. *inside*: and of those in its sections.
+    *defaults*: what stands instead of the model's own."""
+    rows = describe_fields(model, inside, defaults)
     for row in rows:
         if not row.meaning:
             raise SystemExit(f"{row.name} has no description")

@@ -15,6 +15,7 @@ import pytest
 import soundfile
 
 from mstar.spec.errors import RequestError, SetupError
+from mstar.spec.processor import AudioDelta
 from mstar.spec.tasks import Audio
 from mstar_server.voices import VoiceStore
 
@@ -60,6 +61,29 @@ async def test_every_voice_has_the_same_shape(kit: Any, speaking: Any) -> None:
     assert (made["language"], made["models"], made["type"]) == ("fr", ["tiny"], "audio_sample")
     assert none["data"] == []
     assert wrong.status_code == 404
+
+
+async def test_a_request_may_say_what_an_uploaded_voice_says(kit: Any, speaking: Any) -> None:
+    service = kit.Service((AudioDelta(np.full(800, 0.25, np.float32), 8000),), abilities=("speech",))
+    asked = {"model": "tiny", "input": "hi", "response_format": "pcm", "voice": "Zoë"}
+    async with kit.client(service) as client:
+        await upload(client)
+        for said in ({}, {"ref_text": "what is said"}, {"ref_text": "what is said"}):
+            reply = await client.post("/v1/audio/speech", json={**asked, **said})
+            assert reply.status_code == 200, reply.text
+        wrong = await client.post("/v1/audio/speech", json={**asked, "voice": "ann", "ref_text": "x"})
+    silent, said, again = (task.sample for task in service.tasks)
+    assert (silent.text, said.text, said.param) == ("", "what is said", "voice")
+    assert silent.id != said.id == again.id
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "ref_text")
+
+
+async def test_a_model_without_clips_refuses_an_uploaded_voice(kit: Any, speaking: Any) -> None:
+    async with kit.client(speaking(inputs=("text",))) as client:
+        await upload(client)
+        reply = await client.post("/v1/audio/speech", json={"model": "tiny", "input": "hi", "voice": "Zoë"})
+    assert reply.status_code == 400
+    assert "cannot speak with an uploaded voice" in reply.json()["error"]["message"]
 
 
 async def test_a_voice_survives_a_restart_and_ends_with_its_deletion(kit: Any, speaking: Any, tmp_path: Path) -> None:

@@ -193,6 +193,31 @@ def test_models_for_programs(mstar: Run) -> None:
     }
 
 
+TUNED = """
+import mstar
+from mstar.spec.knobs import Knobs
+from mstar.spec.model import Licence, ModelSpec
+
+class Options(Knobs):
+    longest: int = 7
+    widest: int = 8
+
+@mstar.hookimpl
+def mstar_models():
+    return [ModelSpec(
+        key="tuned", family="toy", summary="Tuned.", weights=(), licence=Licence("Apache-2.0"), model="toys:Model",
+        processor="toys:Processor", knobs=Knobs, abilities=("chat",), options=Options,
+        deployment={"model_kwargs": {"longest": 9}},
+    )]
+"""
+
+
+def test_the_defaults_of_a_models_options_are_those_of_its_deployment(mstar: Run) -> None:
+    status, out, _ = mstar("models", "tuned", "--json", extra="cli_toys_tuned", code=TUNED)
+    assert status == 0
+    assert {row["name"]: row["default"] for row in json.loads(out)["options"]} == {"longest": "9", "widest": "8"}
+
+
 def test_models_says_so_when_there_are_none(mstar: Run) -> None:
     status, out, err = mstar("models", MSTAR_EXTRA_PLUGINS="")
     assert (status, out) == (0, "")

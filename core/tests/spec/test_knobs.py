@@ -42,6 +42,17 @@ def test_a_wrong_choice_is_answered_with_the_nearest(name: str, value: Any, sent
     assert (caught.value.param, caught.value.code) == (f"model_kwargs.{name}", "invalid_value")
 
 
+class Letters(Knobs):
+    language: Literal["a", "e", "fr"] = "a"
+
+
+@pytest.mark.parametrize(("value", "hint"), [("de", "known: a, e, fr"), ("E", "did you mean 'e'?")])
+def test_a_letter_is_near_itself_alone(value: str, hint: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        validate_knobs(Letters, {"language": value})
+    assert str(caught.value) == f"'language': {value!r} is none of its values; {hint}"
+
+
 def test_true_is_no_number_among_choices() -> None:
     class Lengths(Knobs):
         frames: Literal[0, 1, 5] = 5
@@ -107,6 +118,13 @@ def test_fields_of_sections_in_words() -> None:
     rows = describe_fields(Glazed, inside=True)
     assert [row.name for row in rows] == ["`window`", "`window.window`", "`window.share`", "`clean`"]
     assert rows[1].value == "whole number ≥ 1, ≤ 64"
+
+
+def test_what_a_deployment_sets_is_the_default_in_words() -> None:
+    rows = describe_fields(Glazed, inside=True, defaults={"window": {"window": 7}, "clean": False})
+    said = {row.name: row.default for row in rows}
+    assert (said["`window`"], said["`window.window`"], said["`clean`"]) == ("", "`7`", "`false`")
+    assert said["`window.share`"] == describe_fields(Window)[1].default
 
 
 def test_faults_inside_of_sections_name_the_nearest_there() -> None:

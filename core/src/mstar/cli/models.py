@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, note, print_json, table
 from mstar.cli.plugins import note_broken
 from mstar.registry import RegisteredModel
+from mstar.runtime.deployment_files import packaged_deployment
 from mstar.spec.fields import describe_fields
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
@@ -88,7 +90,8 @@ def _facts(model: RegisteredModel, context: Context) -> dict[str, Any]:
 def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
     """Everything about one model: its facts, and the tables of what can be set."""
     facts = _facts(context.registry.models[spec.key], context)
-    found = {"knobs": _fields(spec.knobs), "options": _fields(spec.options)}
+    shipped = packaged_deployment(spec).get("model_kwargs") or {}
+    found = {"knobs": _fields(spec.knobs, {}), "options": _fields(spec.options, shipped)}
     if as_json:
         print_json({**facts, **found})
         return 0
@@ -101,8 +104,9 @@ def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
     return 0
 
 
-def _fields(model: type[Knobs]) -> list[dict[str, str]]:
-    return [{k: v.replace("`", "") for k, v in row._asdict().items()} for row in describe_fields(model, inside=True)]
+def _fields(model: type[Knobs], defaults: Mapping[str, Any]) -> list[dict[str, str]]:
+    rows = describe_fields(model, inside=True, defaults=defaults)
+    return [{k: v.replace("`", "") for k, v in row._asdict().items()} for row in rows]
 
 
 def _row(fact: dict[str, Any]) -> tuple[str, ...]:

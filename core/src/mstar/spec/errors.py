@@ -149,9 +149,10 @@ def innermost(known: Mapping[str, T], path: str) -> T | None:
 def nearest(word: str, known: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the known word nearest to *word*, else a list of the known ones, else ``""``."""
     names = sorted(set(known))
-    lower = {name.lower(): name for name in reversed(names)}
+    words = [name for name in names if len(name) > 1]  # one letter is near too much: 'de' is no misspelt 'e'
+    lower = {name.lower(): name for name in reversed(names) if len(name) > 1 or name.lower() == word.lower()}
     # comparing takes time with the word's length, and a client may send any
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6) if len(word) <= 256 else []
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) if len(word) <= 256 else []
     if not close and len(word) <= 256:
         close = [lower[name] for name in difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.6)]
     if close:

@@ -30,21 +30,26 @@ class FieldFacts(NamedTuple):
     meaning: str
 
 
-def describe_fields(model: type[BaseModel], inside: bool = False) -> list[FieldFacts]:
+def describe_fields(
+    model: type[BaseModel], inside: bool = False, defaults: Mapping[str, Any] | None = None
+) -> list[FieldFacts]:
     """The fields of *model*, in the order declared.
 
     :param inside: below each field that is a section stand its own, as ``section.field``.
+    :param defaults: what stands, where nobody says otherwise, instead of *model*'s own defaults.
     """
-    return _described(model, inside, "")
+    return _described(model, inside, "", {} if defaults is None else defaults)
 
 
-def _described(model: type[BaseModel], inside: bool, before: str) -> list[FieldFacts]:
+def _described(model: type[BaseModel], inside: bool, before: str, defaults: Mapping[str, Any]) -> list[FieldFacts]:
     known, rows = model.model_json_schema(mode="validation"), []
     for name, field in model.model_fields.items():
         kind = _kind(known["properties"][name], known.get("$defs", {}))
-        rows.append(FieldFacts(f"`{before}{name}`", kind, _default(field), _meaning(field)))
-        if inside and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += _described(field.annotation, inside, f"{before}{name}.")
+        section = _section(field)
+        default = _in_words(defaults[name]) if name in defaults and section is None else _default(field)
+        rows.append(FieldFacts(f"`{before}{name}`", kind, default, _meaning(field)))
+        if inside and section is not None:
+            rows += _described(section, inside, f"{before}{name}.", defaults.get(name) or {})
     return rows
 
 
@@ -77,9 +82,12 @@ def _number(value: float) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
+    return _in_words(field.get_default(call_default_factory=True, validated_data={}))
+
+
+def _in_words(value: Any) -> str:
     if isinstance(value, BaseModel):
-        return ""
+        return ""  # a section, whose fields have defaults of their own
     if value is None or value in ((), [], {}):
         return "none"
     return f"`{str(value).lower() if isinstance(value, bool) else getattr(value, 'value', value)}`"
@@ -88,5 +96,11 @@ def _default(field: FieldInfo) -> str:
 def _meaning(field: FieldInfo) -> str:
     if field.description:
         return field.description
-    section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    return inspect.getdoc(field.annotation) or "" if section else ""
+    section = _section(field)
+    return "" if section is None else inspect.getdoc(section) or ""
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that has fields of its own."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None

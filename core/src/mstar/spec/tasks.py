@@ -180,11 +180,13 @@ class VoiceSample:
 
     :param text: its transcript; empty when not known. :param id: the same for the same clip and transcript, so that
         what a model makes of them can be kept; empty when nobody has computed it.
+    :param param: the field of the request that brought it, which errors name.
     """
 
     audio: Audio
     text: str = ""
     id: str = ""
+    param: str = "ref_audio"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mstar.runtime.family import family_code
 from mstar.spec.errors import RequestError, nearest
@@ -27,9 +28,14 @@ async def speaker(
 ) -> str | VoiceSample | None:
     """The voice that *body* asks for, as its task has it. Raises :class:`RequestError` for one that there is not."""
     if body.ref_audio is None:
-        if body.ref_text is not None:
-            raise RequestError("'ref_text' needs 'ref_audio', the clip that it is said in", param="ref_text")
-        return await _named(body.voice_name, spec, processor, voices, tenant)
+        voice = await _named(body.voice_name, spec, processor, voices, tenant)
+        if body.ref_text is None:
+            return voice
+        if not isinstance(voice, VoiceSample):
+            message = "'ref_text' needs the clip that it is said in: 'ref_audio', or an uploaded 'voice'"
+            raise RequestError(message, param="ref_text")
+        named = await asyncio.to_thread(sample_id, voice.audio, body.ref_text)
+        return replace(voice, text=body.ref_text, id=named)
     if body.voice_name not in (None, DEFAULT_VOICE):  # clients that must send a voice send this one
         raise RequestError("'voice' and 'ref_audio' are two voices: send one of them", param="voice")
     check_clones(spec, "ref_audio")
@@ -81,10 +87,10 @@ def check_sample(audio: Audio, param: str, options: ServerOptions) -> None:
         raise RequestError(message, param=param, code="audio_too_long")
 
 
-def check_clones(spec: ModelSpec, param: str) -> None:
-    """Refuse a clip as the voice of a model that takes no sound."""
+def check_clones(spec: ModelSpec, param: str, what: str = "the voice of a clip") -> None:
+    """Refuse a clip as the voice of a model that takes no sound. *what*: how the request brings it."""
     if "audio" not in spec.inputs:
-        message = f"{param!r}: the model {spec.key!r} cannot speak with a given voice"
+        message = f"{param!r}: the model {spec.key!r} cannot speak with {what}, only with its own"
         raise RequestError(message, param=param, code="unsupported_modality")
 
 
@@ -99,8 +105,8 @@ async def _named(
         stored = voices.find(tenant, name or "")
         if error.code != "voice_not_found" or stored is None:
             raise
-    check_clones(spec, "voice")
-    return await voices.sample(stored)
+    check_clones(spec, "voice", "an uploaded voice")
+    return replace(await voices.sample(stored), param="voice")
 
 
 async def _content(value: str) -> bytes | str:

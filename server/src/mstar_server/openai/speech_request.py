@@ -54,7 +54,7 @@ class SpeechRequest(BaseModel):
     ref_audio: str | None = Field(
         None, description="Extension: a clip whose voice is to be used: a data URL, base64, or a URL."
     )
-    ref_text: str | None = Field(None, description="Extension: what is said in `ref_audio`.")
+    ref_text: str | None = Field(None, description="Extension: what is said in `ref_audio`, or in an uploaded `voice`.")
     sentence_chunking: StrictBool | None = Field(
         None, description="Extension: speak each sentence by itself, or all at once; default: as the model does best."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,8 @@ def _values(name: str, shape: list[int], random: torch.Generator) -> Tensor:
         return 0.1 * drawn
     spread = drawn[0].numel() ** -0.5
     return drawn * (0.02 if "noise_convs" in name else 10 * spread if "F0_proj" in name else spread)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    write_kokoro(Path(sys.argv[1]))

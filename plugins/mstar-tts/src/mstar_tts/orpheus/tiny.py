@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,8 @@ def _in_order(tensors: dict[str, Tensor], tokens: OrpheusTokens) -> None:
     for name in ("self_attn.v_proj", "mlp.down_proj"):
         for layer in range(2):
             tensors[f"model.layers.{layer}.{name}.weight"] *= 0.5
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    write_orpheus(Path(sys.argv[1]))

@@ -58,7 +58,7 @@ class Asked:
             instruct_field="instructions",
             voice=task.voice or getattr(task.knobs, "voice", None),
             clip=None if sample is None else sample.audio,
-            clip_field="ref_audio",
+            clip_field="ref_audio" if sample is None else sample.param,
             said=(sample.text if sample is not None else "").strip(),
         )
 
@@ -89,7 +89,7 @@ class Asked:
         if config.variant == "base":
             self._check_clone(timbre_only)
         elif self.clip is not None:
-            message = f"{self.clip_field!r}: this model cannot speak with a given voice; qwen3_tts_base can"
+            message = f"{self.clip_field!r}: this model cannot speak with the voice of a clip; qwen3_tts_base can"
             raise RequestError(message, param=self.clip_field, code="unsupported_modality")
         if config.variant == "voice_design" and not self.instruct:
             message = f"{self.instruct_field!r} is missing: this model speaks in the voice that it describes"

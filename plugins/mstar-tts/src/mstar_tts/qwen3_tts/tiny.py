@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random as _random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,9 @@ def draw(key: str, rng: _random.Random) -> Example:
     clip = Audio(noise.astype(np.float32), 24_000)
     knobs |= {"ref_text": rng.choice(("one bird", "a mat")), "x_vector_only_mode": rng.random() < 0.5}
     return Example(text, knobs, parts=(clip,))
+
+
+if __name__ == "__main__":
+    folder, key = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "qwen3_tts"
+    folder.mkdir(parents=True, exist_ok=True)
+    globals()[f"write_{key}"](folder)
