@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
+from mstar_server.errors import request_cancelled
 from mstar_server.media.encode.images import encode_image
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
@@ -41,13 +42,18 @@ class _Form:
 
 
 def images_response(body: ImageRequest, answers: Sequence[Answer], deltas: Sequence[Sequence[Delta]]) -> bytes:
-    """The whole answer: the pictures of all *answers*, in their order. A model may give several for one task."""
+    """The whole answer: the pictures of all *answers*, in their order. A model may give several for one task.
+
+    :raises RequestError: 499: the request was cancelled before any of them was made.
+    """
     form, size = _Form.of(body), "auto"
     data = []
     for said in deltas:
         for pixels in _pictures(said):
             size = _size(pixels)
             data.append({"b64_json": form.encode(pixels)})
+    if not data:
+        raise _none(answers)
     return _encode(
         {
             "created": int(time.time()),
@@ -87,8 +93,9 @@ class ImageEvents:
         return b""
 
     def finish(self, which: int, answer: Answer) -> bytes:
+        """The picture *which*, of *answer*, which has ended. :raises RequestError: 499: it was cancelled before."""
         if which not in self._made:
-            raise RuntimeError("a task for a picture gave none")
+            raise _none([answer])
         pixels = self._made.pop(which)
         return self._event("completed", pixels, {"usage": _usage([answer]), "image_index": which})
 
@@ -122,6 +129,13 @@ class ImageEvents:
             **more,
         }
         return named_event(event)
+
+
+def _none(answers: Sequence[Answer]) -> Exception:
+    """Why there is no picture."""
+    if any(answer.finish_reason == "cancelled" for answer in answers):
+        return request_cancelled()
+    return RuntimeError("a task for a picture gave none")
 
 
 def _pictures(said: Sequence[Delta]) -> list[Any]:
