@@ -178,6 +178,7 @@ WRONG_SAMPLING = [
     ("top_p", -1),
     ("top_p", 1.5),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 1e-39),  # as float32 next to nothing: logits divided by it are infinite
     ("presence_penalty", 1e9),
     ("frequency_penalty", float("-inf")),
     ("min_p", 2),

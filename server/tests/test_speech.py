@@ -99,6 +99,18 @@ async def test_no_sound_at_all_is_no_empty_file(kit: Any, speaking: Any, how: di
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "nothing_to_speak")
 
 
+@pytest.mark.parametrize("how", [{}, {"stream": False}, {"stream_format": "sse"}, {"input": "a|b"}])
+async def test_who_cancels_before_the_first_sound_is_told_so(kit: Any, speaking: Any, how: dict[str, Any]) -> None:
+    service = speaking([asyncio.Event()])
+    async with kit.client(service) as client:
+        asked = client.post("/v1/audio/speech", json=body(**how), headers={"X-Request-ID": "mine"})
+        asking = asyncio.create_task(asked)
+        await until(lambda: bool(service.answers))
+        assert (await client.delete("/v1/requests/mine")).status_code == 200
+        reply = await asking
+    assert (reply.status_code, reply.json()["error"]["code"]) == (499, "request_cancelled")
+
+
 async def test_silence_of_the_model_is_kept_alive(kit: Any, speaking: Any) -> None:
     """A33, A34"""
     gate = asyncio.Event()

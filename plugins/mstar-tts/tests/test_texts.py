@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,11 +52,38 @@ def test_espeak_is_read_in_the_letters_that_the_model_knows(
     code: str, text: str, spoken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(g2p, "_has_misaki_english", lambda: False)
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
     (found,) = phonemes([text], language_of(code), True)
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
     assert found == spoken
     assert set(found) <= CONFIG["vocab"].keys()
+
+
+FIRST_CALLERS = """
+import threading
+from mstar_tts.kokoro.g2p import phonemes
+from mstar_tts.kokoro.languages import language_of
+
+together, said = threading.Barrier(8), []
+
+def call():
+    together.wait()
+    said.extend(phonemes(["Hello, world!"], language_of("f"), True))
+
+threads = [threading.Thread(target=call) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(said) == 8 and len(set(said)) == 1, said
+"""
+
+
+@needs_espeak
+def test_the_first_callers_may_come_together() -> None:
+    """A server's first requests do; the library aborts the process when two threads start it."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_CALLERS], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 @needs_espeak
@@ -67,7 +96,7 @@ def test_any_text_becomes_phonemes(text: str) -> None:
 def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(g2p, "espeak", lambda: None)
     monkeypatch.setattr(g2p, "_has_misaki_english", lambda: False)
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
     for code, extra in (("a", "g2p"), ("en-gb", "espeak"), ("f", "espeak"), ("j", "ja"), ("zh", "zh")):
         language = language_of(code)
         if code in ("j", "zh") and can_pronounce(language):
@@ -76,7 +105,7 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RequestError, match=rf"mstar-tts\[{extra}\]") as caught:
             phonemes(["x"], language, True)
         assert (caught.value.param, caught.value.code) == ("lang_code", "language_not_installed")
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
 
 
 # --- pieces --------------------------------------------------------------------------------------------------------

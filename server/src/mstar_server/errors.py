@@ -34,6 +34,7 @@ __all__ = [
     "error_response",
     "install_handlers",
     "refuse",
+    "request_cancelled",
     "validation_fault",
 ]
 
@@ -65,6 +66,11 @@ def as_request_error(error: BaseException, target: str = "") -> RequestError:
         status=500,
         type="server_error",
     )
+
+
+def request_cancelled() -> RequestError:
+    """What is said of a request that was cancelled by its id before anything of its answer was there."""
+    return RequestError("the request has been cancelled", code="request_cancelled", status=499)
 
 
 def error_object(error: RequestError) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.api_keys import ApiKey
 from mstar.spec.errors import RequestError, TooBusy
-from mstar_server.errors import error_response, refuse
+from mstar_server.errors import error_response, refuse, request_cancelled
 from mstar_server.protocols import Answer
 
 __all__ = ["Exchange", "ExchangeLife", "ExchangeWatcher", "Exchanges", "current", "name_log_lines", "new_id"]
@@ -135,7 +135,7 @@ class Exchange:
         if answer_id is not None:
             self.answers[answer_id].cancel("cancelled")
             return
-        error = RequestError("the request has been cancelled", code="request_cancelled", status=499)
+        error = request_cancelled()
         if self.answers or self.responding:
             self.error = self.error or error
             self._cancel_answers()

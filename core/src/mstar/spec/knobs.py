@@ -90,7 +90,7 @@ class SamplingKnobs(Knobs):
     top_p: Finite = Field(1.0, gt=0, le=1, description="Keep the most likely tokens that sum to this probability.")
     top_k: int = Field(0, ge=0, description="Keep this many of the most likely tokens; 0 keeps all.", strict=True)
     min_p: Finite = Field(0.0, ge=0, le=1, description="Drop tokens less likely than this share of the likeliest.")
-    repetition_penalty: Finite = Field(1.0, gt=0, le=10, description="Above 1: tokens seen before get less likely.")
+    repetition_penalty: Finite = Field(1.0, ge=0.01, le=10, description="Above 1: tokens seen before get less likely.")
     frequency_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers a token by how often it was generated.")
     presence_penalty: Finite = Field(0.0, ge=-2, le=2, description="Lowers tokens that were generated at all.")
     seed: int | None = Field(

@@ -12,11 +12,16 @@ import ctypes
 import ctypes.util
 import re
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 from mstar.spec.errors import SetupError
 
-__all__ = ["Espeak", "espeak"]
+__all__ = ["Espeak", "espeak", "in_turn"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _RETRIEVAL, _NO_EXIT = 1, 0x8000
 _UTF8 = 1
@@ -25,6 +30,19 @@ _FLAG = re.compile(r"\([\^a-z-]{2,20}\)")
 """What marks words that are spoken as another language's: ``(en)``."""
 
 
+def in_turn(function: Callable[P, T]) -> Callable[P, T]:
+    """*function*, called by one thread at a time."""
+    lock = threading.Lock()
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with lock:
+            return function(*args, **kwargs)
+
+    return called
+
+
+@in_turn  # a cache alone lets the first callers in side by side, and the library aborts if it is started twice at once
 @cache
 def espeak() -> Espeak | None:
     """The library, or ``None`` where there is none."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
+from mstar_server.errors import request_cancelled
 from mstar_server.media.encode.images import encode_image
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
@@ -73,8 +74,13 @@ class ImageFiles:
 
 def images_response(body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]) -> bytes:
     """The whole answer: the pictures of all *answers*, in their order. Takes milliseconds a picture: call it in a
-    thread."""
+    thread.
+
+    :raises RequestError: 499: the request was cancelled before any of them was made.
+    """
     made = [file for mine in files for file in mine]
+    if not made:
+        raise _none(answers)
     return _encode(
         {
             "created": int(time.time()),
@@ -82,7 +88,7 @@ def images_response(body: ImageRequest, answers: Sequence[Answer], files: Sequen
             "background": "opaque",
             "output_format": _Form.of(body).format,
             "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
-            "size": made[-1].size if made else "auto",
+            "size": made[-1].size,
             "usage": _usage(answers),
         }
     )
@@ -114,8 +120,9 @@ class ImageEvents:
         return None
 
     def finish(self, which: int, answer: Answer) -> Callable[[], bytes]:
+        """The picture *which*, of *answer*, which has ended. :raises RequestError: 499: it was cancelled before."""
         if which not in self._made:
-            raise RuntimeError("a task for a picture gave none")
+            raise _none([answer])
         pixels = self._made.pop(which)
         return partial(self._event, "completed", pixels, {"usage": _usage([answer]), "image_index": which})
 
@@ -149,6 +156,13 @@ class ImageEvents:
             **more,
         }
         return named_event(event)
+
+
+def _none(answers: Sequence[Answer]) -> Exception:
+    """Why there is no picture."""
+    if any(answer.finish_reason == "cancelled" for answer in answers):
+        return request_cancelled()
+    return RuntimeError("a task for a picture gave none")
 
 
 def _size(pixels: Any) -> str:

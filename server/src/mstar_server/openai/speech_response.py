@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mstar.spec.errors import RequestError
 from mstar.spec.processor import AudioDelta, Delta
 from mstar_server.answers import Merged
-from mstar_server.errors import as_request_error, error_event
+from mstar_server.errors import as_request_error, error_event, request_cancelled
 from mstar_server.media.encode.audio import content_type
 from mstar_server.media.encode.sound import SoundStream, heavy, whole_sound
 from mstar_server.openai.text_answers import finish_reason
@@ -33,7 +33,7 @@ async def whole(merged: Merged, name: str) -> Response:
         deltas += _sounds(await merged.next_batch(None))
     sound = await asyncio.to_thread(whole_sound, deltas, name)
     if sound is None:
-        raise _silent()
+        raise _silent(merged)
     reason = finish_reason(merged.answers[0].finish_reason)
     headers = {**_facts(sound.rate, sound.channels), "X-Finish-Reason": reason}
     return Response(sound.data, 200, headers, content_type(name, sound.rate, sound.channels))
@@ -45,7 +45,7 @@ async def raw(merged: Merged, name: str) -> Response:
     stream, data = SoundStream(name), b""
     while not stream.begun:
         if merged.done:
-            raise _silent()
+            raise _silent(merged)
         data += await _feed(stream, await merged.next_batch(None))
     media_type = content_type(name, stream.rate, stream.channels)
     response = EventStream(_bytes(merged, stream, data), media_type, merged.close)
@@ -57,7 +57,7 @@ async def events(merged: Merged, name: str, keepalive_s: float) -> Response:
     """The same bytes as server-sent events. The status line waits for the first sound, at most *keepalive_s*."""
     batch = await merged.next_batch(keepalive_s)
     if merged.done and not _sounds(batch):
-        raise _silent()
+        raise _silent(merged)
     return EventStream(_events(merged, SoundStream(name), batch, keepalive_s), "text/event-stream", merged.close)
 
 
@@ -81,7 +81,7 @@ async def _events(merged: Merged, stream: SoundStream, batch: Batch, keepalive_s
                 break
             batch = await merged.next_batch(keepalive_s)
         if not stream.begun:
-            raise _silent()
+            raise _silent(merged)
         if data := await _in_thread(stream.name, stream.finish):
             yield _delta(data)
         yield data_event(_done(merged.answers[0]))
@@ -121,5 +121,8 @@ def _facts(rate: int, channels: int) -> Mapping[str, str]:
     return {"X-Sample-Rate": str(rate), "X-Audio-Channels": str(channels)}
 
 
-def _silent() -> RequestError:
+def _silent(merged: Merged) -> RequestError:
+    """Why there is no sound at all."""
+    if merged.answers[0].finish_reason == "cancelled":
+        return request_cancelled()
     return RequestError("'input' has nothing in it that this model can speak", param="input", code="nothing_to_speak")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 from mstar.spec.errors import RequestError
-from mstar_tts.espeak import TIE, Espeak, espeak
+from mstar_tts.espeak import TIE, Espeak, espeak, in_turn
 from mstar_tts.kokoro.languages import Language
 
 __all__ = ["can_pronounce", "phonemes"]
@@ -95,25 +94,16 @@ def _has_misaki_english() -> bool:
     return _installed("misaki", "spacy", "num2words", "en_core_web_sm")
 
 
+@in_turn
 @cache
 def _engine(language: Language, fallback: bool) -> Callable[[str], str] | None:
     """A way to pronounce *language*. misaki's objects are not made for several threads."""
     found = espeak()
     if language.letter in "ab" and _has_misaki_english():
-        return _locked(_english(language, found if fallback else None))
+        return in_turn(_english(language, found if fallback else None))
     if language.espeak is None:
-        return _locked(_east_asian(language)) if can_pronounce(language) else None
+        return in_turn(_east_asian(language)) if can_pronounce(language) else None
     return None if found is None else _EspeakWords(found, language)
-
-
-def _locked(engine: Callable[[str], str]) -> Callable[[str], str]:
-    lock = threading.Lock()
-
-    def one_at_a_time(text: str) -> str:
-        with lock:
-            return engine(text)
-
-    return one_at_a_time
 
 
 def _english(language: Language, found: Espeak | None) -> Callable[[str], str]:

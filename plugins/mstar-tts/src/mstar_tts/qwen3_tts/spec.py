@@ -25,7 +25,7 @@ __all__ = [
 _TEXT = 32_768
 _Temperature = Annotated[float, Field(ge=0, le=100)]
 _Share = Annotated[float, Field(gt=0, le=1)]
-_Penalty = Annotated[float, Field(gt=0, le=10)]
+_Penalty = Annotated[float, Field(ge=0.01, le=10)]
 
 
 class Qwen3TTSKnobs(Knobs):
