@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +23,7 @@ FOLDER = ROOT / "benchmarks"
 FAKE = Path(__file__).with_name("fake_chat_server.py")
 PROGRAMS = sorted(p.name for p in FOLDER.glob("*.py") if '__name__ == "__main__"' in p.read_text(encoding="utf-8"))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_the_path() -> Iterator[None]:
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+pytestmark = pytest.mark.usefixtures("benchmark_modules")
 
 
 def test_files_that_lose_something_are_not_measured() -> None:

@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +24,7 @@ from mstar.weights.checkpoint import Checkpoint
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PARTS = ["floors", "decode", "prefill", "host", "load"]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_the_path() -> Iterator[None]:
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+pytestmark = pytest.mark.usefixtures("benchmark_modules")
 
 
 def module(name: str) -> ModuleType:

@@ -149,9 +149,9 @@ def test_the_native_route(server: Server, jfk: np.ndarray) -> None:
 
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="Debian's package espeak-ng says the sentences")
+@pytest.mark.usefixtures("benchmark_modules")
 def test_sentences_of_a_synthesizer(server: Server) -> None:
     """``benchmarks/asr_words.py`` compares the words of more of them with faster-whisper's."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
     from asr_words import SENTENCES, spoken
 
     assert word_errors(["a", "b", "c"], ["a", "x", "c", "d"]) == 2

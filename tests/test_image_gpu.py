@@ -9,7 +9,6 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_the_path() -> Iterator[None]:
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+pytestmark = pytest.mark.usefixtures("benchmark_modules")
 
 
 def measured(tmp_path: Path, shape: str, parts: str) -> dict[str, Any]:

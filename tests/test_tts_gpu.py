@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,7 @@ import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_the_path() -> Iterator[None]:
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+pytestmark = pytest.mark.usefixtures("benchmark_modules")
 
 
 @pytest.mark.timeout(300)

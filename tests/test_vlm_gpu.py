@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,12 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder_on_the_path() -> Iterator[None]:
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+pytestmark = pytest.mark.usefixtures("benchmark_modules")
 
 
 def module(name: str) -> ModuleType:

@@ -209,13 +209,16 @@ async def test_cancel_before_the_engine_has_it(kit, chat):
     """While its body is read, or its media are decoded: there is nothing to answer with yet."""
     service = kit.Service(kit.HELLO)
 
+    preparing = asyncio.Event()
+
     async def slowly(*arguments):
+        preparing.set()
         await asyncio.Event().wait()
 
     service.generate = slowly
     async with kit.client(service) as client:
         request = asyncio.create_task(client.post(CHAT, json=chat(), headers={"X-Request-ID": "mine"}))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(preparing.wait(), LIMIT_S)
         assert (await client.delete("/v1/requests/mine")).status_code == 200
         answer = await asyncio.wait_for(request, LIMIT_S)
     assert (answer.status_code, answer.json()["error"]["code"]) == (499, "request_cancelled")

@@ -27,13 +27,16 @@ def body(**more):
     return {"model": "tiny", "prompt": "a bird", **more}
 
 
+async def until(client, video_id, condition):
+    """The job's object when *condition* holds of it."""
+    async with asyncio.timeout(20):
+        while not condition(video := (await client.get(f"{URL}/{video_id}")).json()):
+            await asyncio.sleep(0.01)
+    return video
+
+
 async def ended(client, video_id):
-    for _ in range(500):
-        video = (await client.get(f"{URL}/{video_id}")).json()
-        if video["status"] in ("completed", "failed"):
-            return video
-        await asyncio.sleep(0.01)
-    raise AssertionError(video)
+    return await until(client, video_id, lambda video: video["status"] in ("completed", "failed"))
 
 
 async def test_a_job_tells_how_far_it_is(kit):
@@ -41,8 +44,7 @@ async def test_a_job_tells_how_far_it_is(kit):
     service = kit.Service((ProgressDelta(1, 4), ProgressDelta(3, 4), FRAMES, SOUND, going), **SPEC)
     async with kit.client(service) as client:
         video = (await client.post(URL, json=body(seed=3, size="32x16"))).json()
-        await asyncio.sleep(0.05)
-        now = (await client.get(f"{URL}/{video['id']}")).json()
+        now = await until(client, video["id"], lambda video: video["progress"] == 75)
         assert (now["status"], now["progress"], now["size"], now["seconds"]) == ("in_progress", 75, "32x16", "auto")
         early = await client.get(f"{URL}/{video['id']}/content")
         assert (early.status_code, early.json()["error"]["code"]) == (400, "video_not_completed")

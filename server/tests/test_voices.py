@@ -239,7 +239,7 @@ async def test_what_was_not_finished_is_cleared_away(tmp_path: Path, caplog: pyt
 
 async def test_a_disk_that_is_full_leaves_no_half_voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = VoiceStore(tmp_path, 4)
-    monkeypatch.setattr("mstar_server.voices.os.fsync", _full)
+    monkeypatch.setattr("mstar.files.os.fsync", _full)
     with pytest.raises(OSError, match="full"):
         await store.add("", "a", quiet(), "", None)
     assert (store.list(""), list(tmp_path.iterdir())) == ([], [])

@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from mstar.files import write_whole
 from mstar.spec.errors import SetupError
 
 __all__ = ["DEFAULT_FILE", "ApiKey", "add_key", "digest_of", "find_key", "read_keys", "remove_key"]
@@ -156,14 +155,5 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Readers see the old file or the new one; only its owner may read it (mode 600)."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"keys": [asdict(key) for key in keys]}, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    text = json.dumps({"keys": [asdict(key) for key in keys]}, indent=2) + "\n"
+    write_whole(path, text.encode())

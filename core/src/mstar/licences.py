@@ -9,14 +9,13 @@ terms, they are asked for again.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mstar.files import write_whole
 from mstar.spec.errors import SetupError, nearest
 from mstar.spec.model import ModelSpec
 
@@ -86,16 +85,7 @@ def accept(spec: ModelSpec, plugin: str, version: str, settings: Settings) -> Ac
 
 def _write(path: Path, acceptances: Mapping[str, Acceptance]) -> None:
     text = json.dumps({"accepted": [asdict(acceptances[key]) for key in sorted(acceptances)]}, indent=2) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())
 
 
 def accepted_by(spec: ModelSpec, settings: Settings) -> str | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
+
+from mstar.files import write_whole
 
 __all__ = ["Remembered", "recall", "remember"]
 
@@ -46,8 +46,6 @@ def remember(file: Path, working: Mapping[str, Remembered]) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as written:
-            json.dump(merged, written, indent=1, sort_keys=True)
-        os.replace(written.name, file)
+        write_whole(file, json.dumps(merged, indent=1, sort_keys=True).encode())
     except OSError as error:  # a cache that cannot be written to must not stop anyone
         log.debug("%s cannot be written: %s", file, error)

@@ -35,20 +35,6 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def _loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes a loop's bounds from arrays of one element in a way that numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch: Any = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 class Contexts:
     """Rows with contexts in shuffled pages, whose tensors keep their addresses from step to step."""
 

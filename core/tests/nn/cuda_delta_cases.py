@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,34 +25,6 @@ K_HEADS, V_HEADS, WIDTH = 1, 2, 4
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes a loop's bounds from arrays of one element in a way that numpy 2.4 refuses, keeps
-    bfloat16 as integers, and in ``tl.dot`` multiplies those."""
-    if not INTERPRETED:
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    patch, product = interpreter._patch_lang_tensor, InterpreterBuilder.create_dot
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar is not tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return product(self, widened(a), widened(b), *rest)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -30,20 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
-def _loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes a loop's bounds from arrays of one element in a way that numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch: Any = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-@pytest.fixture(autouse=True)
 def _products(monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's products differ in the last bit by where in a matrix a row stands; tensor cores' do not."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -30,27 +28,6 @@ CUTS = {
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as integers, and in ``tl.dot`` multiplies those."""
-    if not INTERPRETED:
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    original = InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar is not tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return original(self, widened(a), widened(b), *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture(autouse=True)

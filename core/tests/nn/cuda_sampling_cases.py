@@ -31,22 +31,6 @@ ALMOST_ONE = 1 - 2.0**-53
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(autouse=True)
-def _loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter takes a loop's bounds from arrays of one element in a way that numpy 2.4 refuses."""
-    if DEVICE == "cuda":
-        return
-    from triton.runtime import interpreter
-
-    patch: Any = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 def table(*params: SamplingParams) -> SlotTable:
     slots = SlotTable(len(params), torch.device(DEVICE))
     for slot, each in enumerate(params):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mstar.nn import ops
+from mstar.testing.kernels import compile_kernel
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this system has no build of")
 
@@ -24,20 +25,10 @@ def _compile(
 
     :param aligned: whether pointers are multiples of 16 bytes.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    typed = {name: f"*{kind}" for name, kind in (each.split(":") for each in pointers.split())}
-    typed |= dict(each.split(":") for each in numbers.split())
-    signature = {name: typed.get(name, "constexpr") for name in kernel.arg_names}
-    places = [number for number, kind in enumerate(signature.values()) if kind.startswith("*")] if aligned else []
-    attributes = {(number,): [["tt.divisibility", 16]] for number in places}
-    early = {"early": True} if "early" in kernel.arg_names else {}
-    source = ASTSource(fn=kernel, signature=signature, constexprs={**constants, **early}, attrs=attributes)
-    # the first is the default, which some releases warn of
-    options = {"enable_fp_fusion": True, "launch_pdl": True, "num_warps": warps}
-    ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+    types = {name: f"*{kind}" for name, kind in (each.split(":") for each in pointers.split())}
+    types |= dict(each.split(":") for each in numbers.split())
+    constants |= {"early": True} if "early" in kernel.arg_names else {}
+    ptx = compile_kernel(kernel, types, constants, aligned, launch_pdl=True, num_warps=warps)
     # Nothing but weights is touched before the kernels before have ended.
     before, wait, _ = ptx.partition("griddepcontrol.wait")
     assert wait, "the kernel does not wait for those before it"

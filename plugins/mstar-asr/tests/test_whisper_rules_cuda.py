@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mstar.testing.kernels import compile_kernel, interpret
+
 pytest.importorskip("triton", reason="the kernels are written in Triton, which this system has no build of")
 
 
 def test_the_kernels_in_tritons_interpreter() -> None:
-    """In a process of its own: whether kernels are interpreted is settled when they are defined."""
-    cases = Path(__file__).parent / "rules_cuda_cases.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret(Path(__file__).with_name("rules_cuda_cases.py"))
 
 
 def test_the_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The interpreter accepts what the compiler does not."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from mstar_asr.whisper.rules_cuda import _following, _note
 
     def compiled(kernel: Any, types: dict[str, str], **constants: Any) -> str:
-        constants = {**constants, "early": True}
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = {"enable_fp_fusion": True, "launch_pdl": True}
-        ptx = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+        ptx = compile_kernel(kernel, types, {**constants, "early": True}, launch_pdl=True)
         before, wait, after = ptx.partition("griddepcontrol.wait")
         assert wait, "the kernel does not wait for those before it"
         assert "st.global" not in before

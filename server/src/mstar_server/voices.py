@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import io
 import logging
-import os
 import threading
 import time
 import uuid
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from mstar.files import write_whole
 from mstar.spec.errors import RequestError, SetupError, nearest
 from mstar.spec.tasks import Audio, VoiceSample
 from mstar_server.names import safe_name
@@ -26,6 +26,7 @@ __all__ = ["StoredVoice", "VoiceStore", "sample_id"]
 log = logging.getLogger("mstar.server")
 
 T = TypeVar("T")
+_DRAFT = ".tmp"
 
 
 class StoredVoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,8 +125,8 @@ class VoiceStore:
         if self._folder is None:
             self._memory[voice.id] = data
         else:
-            _write(self._folder / f"{voice.id}.flac", data)
-            _write(self._folder / f"{voice.id}.json", msgspec.json.encode(voice))
+            write_whole(self._folder / f"{voice.id}.flac", data, _DRAFT)
+            write_whole(self._folder / f"{voice.id}.json", msgspec.json.encode(voice), _DRAFT)
         self._voices[voice.id] = voice
         return voice
 
@@ -166,22 +167,8 @@ class VoiceStore:
 
 
 def _leftovers(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("voice_*.tmp")
+    yield from folder.glob(f"voice_*{_DRAFT}")
     yield from (file for file in folder.glob("voice_*.flac") if not file.with_suffix(".json").exists())
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All of *data* or nothing, whatever happens meanwhile."""
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def _flac(audio: Audio) -> bytes:

@@ -108,6 +108,8 @@ class Arrivals:
                     return False
             except Exception as error:
                 raise_if_lost(error)
+                if not isinstance(error, RequestError):
+                    log.exception("request %r could not be admitted", live.request.id)
                 failed.append((live, error))
                 return True
             self._requests.start(live, now)
