@@ -101,6 +101,7 @@ faster. With more than one row, what is not here is cuBLAS's."""
 
 
 def row_class(rows: int) -> int | None:
+    """The class that *rows* are cut as, by its largest number; ``None``: there are too many."""
     return next((most for most in CLASSES if rows <= most), None)
 
 
