@@ -120,11 +120,14 @@ class ImageEvents:
         return None
 
     def finish(self, which: int, answer: Answer) -> Callable[[], bytes]:
-        """The picture *which*, of *answer*, which has ended. :raises RequestError: 499: it was cancelled before."""
-        if which not in self._made:
+        """The picture *which*, of *answer*, which has ended. Called, it may raise :class:`RequestError`: 499, it was
+        cancelled before."""
+        return partial(self._completed, which, self._made.pop(which, None), answer)
+
+    def _completed(self, which: int, pixels: Any, answer: Answer) -> bytes:
+        if pixels is None:
             raise _none([answer])
-        pixels = self._made.pop(which)
-        return partial(self._event, "completed", pixels, {"usage": _usage([answer]), "image_index": which})
+        return self._event("completed", pixels, {"usage": _usage([answer]), "image_index": which})
 
     def keepalive(self) -> bytes:
         """After a silence: how far it is."""

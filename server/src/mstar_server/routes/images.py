@@ -89,7 +89,10 @@ async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> As
                 events.finish(which, merged.answers[which]) if delta is None else events.delta(which, delta)
                 for which, delta in batch
             ]
-            for data in await asyncio.gather(*[asyncio.to_thread(make) for make in work if make is not None]):
+            making = [asyncio.to_thread(make) for make in work if make is not None]
+            for data in await asyncio.gather(*making, return_exceptions=True):
+                if isinstance(data, BaseException):  # what was made before it is not lost
+                    raise data
                 yield data
     except Exception as error:  # the status line is out: the error becomes the stream's last event
         yield named_event(error_event(as_request_error(error)))
