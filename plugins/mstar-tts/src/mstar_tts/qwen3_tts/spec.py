@@ -176,7 +176,8 @@ def _spec(
         abilities=("speech", "generate"),
         inputs=inputs,
         outputs=("audio",),
-        deployment={"max_concurrent_requests": 64},
+        # With prompts of their own, no step that listeners wait for is of a size that was not captured at start.
+        deployment={"max_concurrent_requests": 64, "scheduler": {"max_mixed_rows": 12}},
         size=size,
         tiny=f"mstar_tts.qwen3_tts.tiny:write_{key}",
         examples="mstar_tts.qwen3_tts.tiny:draw",
