@@ -133,6 +133,11 @@ def test_small_ones_and_ids_stay_in_messages(pair: Pair) -> None:
         assert here.pack(1, tensor).data is not None
 
 
+def test_rank_0_does_not_wait_for_what_a_lane_can_bring(pair: Pair) -> None:
+    middling = torch.zeros(100, 50)
+    assert [end.pack(1, middling).data is None for end in pair.ends] == [True, False]
+
+
 def test_what_no_message_announces_is_not_sent(pair: Pair) -> None:
     """Else what is sent next would be taken for it."""
     here, there = pair.ends

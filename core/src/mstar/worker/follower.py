@@ -16,7 +16,7 @@ from mstar.cluster.base import Phase, WorkerConfig
 from mstar.engine.device import raise_if_lost
 from mstar.engine.step import Work
 from mstar.registry import Registry
-from mstar.resources.base import IntegrityError, Owner
+from mstar.resources.base import IntegrityError, Owner, Resource
 from mstar.resources.base import Row as ResourceRow
 from mstar.spec.errors import PeerLost
 from mstar.spec.request import EngineRequest, Event
@@ -179,19 +179,28 @@ class Follower:
                 self._send(
                     [Fetched(rank=self.rank, contents=pack(message.key, self._steps.values[message.key].tensor))]
                 )
+            case Rewind() | Learn() | Match() | Missed() | Skip():
+                self._mirror(message, self.resources[message.resource], Owner(*message.owner))
+                self._changed(message.owner[0])
+
+    def _mirror(self, message: Rewind | Learn | Match | Missed | Skip, pool: Resource, owner: Owner) -> None:
+        """Do to *pool* what rank 0, which computes with this one, has done to its own."""
+        match message:
             case Rewind():
-                row = ResourceRow(Owner(*message.owner), message.tokens, message.complete)
-                self.resources[message.resource].retract(row)
+                pool.retract(ResourceRow(owner, message.tokens, message.complete))
             case Learn():
-                self.resources[message.resource].learn(Owner(*message.owner), message.ids)
+                pool.learn(owner, message.ids)
             case Match():
-                sibling = None if message.sibling is None else Owner(*message.sibling)
-                self.resources[message.resource].match(Owner(*message.owner), message.ids, sibling)
+                pool.match(owner, message.ids, None if message.sibling is None else Owner(*message.sibling))
             case Missed():
-                self.resources[message.resource].missed(Owner(*message.owner), message.tokens)
+                pool.missed(owner, message.tokens)
             case Skip():
-                sibling = None if message.sibling is None else Owner(*message.sibling)
-                self.resources[message.resource].skip(Owner(*message.owner), message.ids, sibling)
+                pool.skip(owner, message.ids, None if message.sibling is None else Owner(*message.sibling))
+
+    def _changed(self, request: str) -> None:
+        """Beside a step something was done to *request*'s state, on the device perhaps: it leaves after that."""
+        if self.routing.layout.by_walk and (known := self._requests.get(request)) is not None:
+            known.mark = self._aside.mark()
 
     # --- requests -----------------------------------------------------------------------------------------------------
     def _open(self, message: Open) -> None:
@@ -216,17 +225,17 @@ class Follower:
     def _export(self, message: Export) -> None:
         try:
             owners = [(name, Owner(key, context)) for name, key, context in message.owners]
-            known = self._requests.get(message.request)
-            with self._aside.behind(known.mark if known and known.mark else self._aside.mark()):
+            known, own = self._requests.get(message.request), all(owner.key == message.request for _, owner in owners)
+            mark = known.mark if known is not None and own else None  # a session's state has marks of several
+            with self._aside.behind(mark or self._aside.mark()):
                 self._leaving.append((message.move, Leaving(self.resources, owners, self.channel)))
         except Exception as error:
             self._refuse(message.request, error, "handed over")
 
     def _import(self, message: Import) -> None:
         try:
-            known = self._requests[message.request]
-            adopt(self.resources, known.request, message.held, self._device)
-            known.mark = self._aside.mark()
+            adopt(self.resources, self._requests[message.request].request, message.held, self._device)
+            self._changed(message.request)
         except Exception as error:
             self._refuse(message.request, error, "taken over")
 
@@ -238,6 +247,7 @@ class Follower:
             sibling = None if message.sibling is None else Owner(message.sibling, context)
             shares.append((self.resources[name], Owner(key, context), sibling))
         found = skip_known(shares, message.ids)
+        self._changed(message.request)
         seat = self.routing.layout.seat_of(op.call.node, self.rank)
         if seat is not None and seat.ranks[0] == self.rank:
             left = len(message.ids) - found.tokens

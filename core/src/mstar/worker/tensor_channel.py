@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 LARGE_BYTES = 65536
 """Tensors of at least so many bytes go by a lane. Between two H200 a smaller one is there sooner with its message
 (``benchmarks/ranks_gpu.py``, part ``values``)."""
+_LARGE_FROM_RANK_0 = 8192
+"""Of those that rank 0 sends: it would have to wait for them, and for the step that it has launched since, while other
+ranks' outputs come to the host right behind their step."""
 _ON_THE_WAY = 1 << 28
 """Bytes on the way in one direction beyond which nothing is begun that sends more."""
 _LONGEST_S = 60.0
@@ -144,7 +147,7 @@ class TensorChannel:
         return (
             self._sends
             and tensor.device.type == self.device.type
-            and tensor.nbytes >= LARGE_BYTES
+            and tensor.nbytes >= (LARGE_BYTES if self._number else min(LARGE_BYTES, _LARGE_FROM_RANK_0))
             and (tensor.ndim > 1 or tensor.is_floating_point())
         )
 
