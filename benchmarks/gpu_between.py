@@ -1,9 +1,10 @@
 """What lies between the products of a decoding step on a GPU: norms, activations, sums of divided products.
 
 A chain of layers without attention, each with weights of its own, in one CUDA graph, as ``gpu_linear.py`` has it: plain
-(``whole``), with norms and activations that ask for the next weights (``ahead``, by how many megabytes and how many
-bytes at once), with products whose parts the next norm adds up (by the parts of o and of down), with both; and with
-programmatic dependent launch of our kernels between cuBLAS's (``early``).
+(``whole``), with norms and activations that ask for the next weights (``ahead``, by how many megabytes), with products
+whose parts the next norm adds up (by the parts of o and of down), with both; and with programmatic dependent launch of
+our kernels between cuBLAS's (``early``). A short chain on a cool card: what counts is the step of ``vlm_gpu.py``.
+
 Each is compared with float32, and what divides nothing with *whole* bit for bit. Where a product is faster undivided,
 or with other parts, ``mstar.nn.ops.cuda_linear_table.DIVIDED`` is to say so::
 
@@ -30,7 +31,7 @@ from mstar.nn.ops import ahead, cuda, cuda_linear, pdl, whole
 from mstar.nn.ops.cuda_linear_table import DIVIDED
 
 PARTS = (2, 3, 4, 6, 8)
-MEGABYTES = (4, 8, 12, 16, 24)
+MEGABYTES = (2, 3, 4, 6, 8)
 Parts = tuple[int, int]
 """Of o and of down; 1: undivided."""
 
@@ -63,12 +64,11 @@ def divide(layer: Layer, parts: Parts) -> None:
 
 
 class Way(NamedTuple):
-    """*megabytes* that are asked for (0: none), *line* bytes at once."""
+    """*megabytes* that are asked for (0: none)."""
 
     name: str
     parts: Parts = (1, 1)
     megabytes: int = 0
-    line: int = 128
     early: bool = False
 
 
@@ -82,9 +82,9 @@ def ways(layer: Layer) -> Iterator[Way]:
         yield Way(f"down in {parts}", (1, parts))
     for size in MEGABYTES:
         yield Way(f"ahead {size} MB", megabytes=size)
-    yield Way("ahead 12 MB by 64", megabytes=12, line=64)
-    yield Way("both", usual(layer), 12)
-    yield Way("both, early", usual(layer), 12, early=True)
+    for size in (2, 4):
+        yield Way(f"both, {size} MB", usual(layer), size)
+    yield Way("both, 4 MB, early", usual(layer), 4, early=True)
 
 
 def usual(layer: Layer) -> Parts:
@@ -100,9 +100,9 @@ def measure(shape: str, rows: int, layers: list[Layer], bandwidth: float) -> Ite
     plain: Tensor | None = None
     error = usual_us = 0.0
     for way in list(ways(layers[0])):
-        before = dict(DIVIDED), ahead.BYTES, ahead.LINE
+        before = dict(DIVIDED), ahead.BYTES
         divide(layers[0], way.parts)
-        ahead.BYTES, ahead.LINE = way.megabytes << 20, way.line
+        ahead.BYTES = way.megabytes << 20
         pdl.use(way.early)
         try:
             graph, out = captured(lambda way=way: chain(layers, stream, way.megabytes > 0))  # type: ignore[misc]
@@ -110,7 +110,7 @@ def measure(shape: str, rows: int, layers: list[Layer], bandwidth: float) -> Ite
         finally:
             DIVIDED.clear()
             DIVIDED.update(before[0])
-            ahead.BYTES, ahead.LINE = before[1:]
+            ahead.BYTES = before[1]
             pdl.use(False)
         off = apart_by(out, want)
         if plain is None:

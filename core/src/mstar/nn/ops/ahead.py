@@ -14,12 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from mstar.nn.ops.cuda_linear_table import divided
+
 __all__ = ["ARGUMENTS", "LINE", "Ahead", "ask", "choose", "fetch", "lines_of", "nothing", "places", "plan"]
 
 ROWS = 128
 """Most rows of a step that memory bounds."""
-BYTES = 12 << 20
-"""What comes from memory between two products: some three microseconds' worth."""
+BYTES = 4 << 20
+"""What is asked for between two products. With more a kernel waits until memory takes its questions: 8 MB were worth
+less on an H200, and 12 MB nothing (``benchmarks/gpu_between.py``)."""
 ARGUMENTS = ("next_weight", "next_lines", "next_of_row", "next_of_part", "next_row", "next_part")
 """What a kernel that asks calls the fields of an :class:`Ahead`. All but the first are for no variant of its own."""
 LINE = 128
@@ -49,18 +52,20 @@ def lines_of(warps: int) -> int:
     return 64 * warps
 
 
-def plan(weight: Tensor | None, rows: int, parts: int = 1) -> Ahead | None:
-    """What to ask of *weight* ``[N, K]`` in front of its product with *rows* rows; ``None``: nothing.
-
-    :param parts: into how many the product may divide K, for programs that begin side by side.
-    """
+def plan(weight: Tensor | None, rows: int) -> Ahead | None:
+    """What to ask of *weight* ``[N, K]`` in front of its product with *rows* rows; ``None``: nothing."""
     if weight is None or not weight.is_cuda or type(weight) not in (Tensor, nn.Parameter) or weight.dim() != 2:
         return None
-    return choose(weight, parts) if 0 < rows <= ROWS and weight.is_contiguous() else None
+    if not 0 < rows <= ROWS or not weight.is_contiguous():
+        return None
+    return choose(weight, divided(weight.shape[0], weight.shape[1], rows) or 1)
 
 
 def choose(weight: Tensor, parts: int) -> Ahead | None:
-    """The lines of a packed *weight* that fit into :data:`BYTES`, evenly over its rows and parts."""
+    """The lines of a packed *weight* that fit into :data:`BYTES`, evenly over its rows.
+
+    :param parts: into how many its product divides K, for programs that begin side by side: evenly over them too.
+    """
     n, k = weight.shape
     of_part = min(BYTES // max(n, 1), k * weight.itemsize) // (LINE * parts)
     if not n or not of_part:

@@ -143,8 +143,6 @@ def add_layer_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, bias:
 
 _ACTIVATED = 512
 """Elements that one program activates: enough programs at one row, whole lines of memory at many."""
-_PARTS = 4
-"""Beginnings of input features from which a product behind an activation may read: its programs share them."""
 
 
 @triton.jit(do_not_specialize=["rows", *ahead.ARGUMENTS[1:]], do_not_specialize_on_alignment=[ahead.ARGUMENTS[0]])
@@ -177,7 +175,7 @@ def silu_mul(gate_up: Tensor, following: Tensor | None = None) -> Tensor:
     if rows:
         block = min(_power(size), _ACTIVATED)
         blocks, warps = -(-size // block), _warps(block)
-        asked = ahead.plan(following, rows, _PARTS)
+        asked = ahead.plan(following, rows)
         more, turn = (0, 0) if asked is None else (-(-asked.programs(warps) // blocks), ahead.lines_of(warps))
         _silu_mul[(rows + more, blocks)](
             gate_up, out, rows, *(asked or ahead.nothing(gate_up)), gate_up.stride(0), size, block, turn, ahead.LINE,

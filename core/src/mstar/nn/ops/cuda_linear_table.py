@@ -101,10 +101,8 @@ faster. With more than one row, what is not here is cuBLAS's."""
 
 
 DIVIDED: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
-    (2560, 4096): ((64, 4),),
+    (2560, 4096): ((64, 2),),
     (2560, 9216): ((64, 3),),
-    (4096, 4096): ((64, 2),),
-    (4096, 12288): ((64, 3),),
 }
 """Output and input features of layers whose few output features cuBLAS would occupy a GPU with by dividing the input
 features and adding parts up in a kernel of its own: most rows, and into how many parts. (``gpu_linear.py --divided``.)
