@@ -24,6 +24,7 @@ with exact norms and eager rounding.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -38,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import psutil
 from common import environment
 from image.figures import derive, show
 
@@ -112,13 +114,26 @@ def _finish(child: subprocess.Popen[str], out: Path, args: argparse.Namespace) -
         try:
             _, said = child.communicate("\n", timeout=args.limit)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # what the child started, too: it holds the device
-            child.communicate()
-            return {"error": f"took longer than {args.limit:.0f} s"}
+            _end(child)
+            _, said = child.communicate(timeout=10)  # all that held its pipe has ended
+            return {"error": [f"took longer than {args.limit:.0f} s", *said.strip().splitlines()[-8:]]}
+        except BaseException:
+            _end(child)
+            raise
     if child.returncode or not out.is_file():
         return {"error": said.strip().splitlines()[-8:], "part_s": time.monotonic() - began}
     found: dict[str, Any] = json.loads(out.read_text())
     return {**found, "part_s": time.monotonic() - began}
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End *child* and all that it started, in its session or in one of their own: they hold the device."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(child.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _import_for(part: str) -> None:

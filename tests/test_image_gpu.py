@@ -73,28 +73,32 @@ def test_what_breaks_is_reported(tmp_path: Path) -> None:
     words = ["--parts", "vae", "--limit", "0.01"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "took longer" in json.loads(out.read_text())["results"]["tiny"]["vae"]["error"]
+    assert "took longer" in json.loads(out.read_text())["results"]["tiny"]["vae"]["error"][0]
     done = subprocess.run([*command, "--parts", "strange"], capture_output=True, text=True, check=False)
     assert (done.returncode, "unknown parts strange" in done.stderr) == (2, True)
 
 
 _HOLDS_ON = """
-import subprocess, sys
+import subprocess, sys, time
 from pathlib import Path
-left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=APART)
 Path(sys.argv[sys.argv.index("--out") + 1]).with_suffix(".pid").write_text(str(left.pid))
+if APART:
+    time.sleep(600)
 """
 
 
-def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that its part leaves behind holds the part's pipe, and the device."""
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_part_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    """A server that its part leaves behind holds the part's pipe, and the device. *apart*: in a session of its own,
+    of a part that hangs."""
     program = importlib.import_module("image_gpu")
     script = tmp_path / "script.py"
-    script.write_text(_HOLDS_ON)
+    script.write_text(_HOLDS_ON.replace("APART", str(apart)))
     monkeypatch.setattr(program, "__file__", str(script))
     args = argparse.Namespace(device="cpu", at_once="1", rounds=1, limit=4.0)
     child = program._start("tiny", "http", str(tmp_path), args)
-    assert "took longer than 4 s" in program._finish(child, tmp_path / "http.json", args)["error"]
+    assert "took longer than 4 s" in program._finish(child, tmp_path / "http.json", args)["error"][0]
     try:
         left = os.pidfd_open(int((tmp_path / "http.pid").read_text()))
     except ProcessLookupError:

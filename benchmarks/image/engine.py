@@ -7,6 +7,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,11 +145,11 @@ def rates(run: Callable[[int], Any], at_once: Sequence[int], rounds: int) -> dic
     found: dict[str, Any] = {}
     for count in at_once:
         times = []
-        for _ in range(rounds if count == 1 else max(2, rounds // 2)):
+        for _ in range(rounds if count == 1 else max(3, rounds // 2)):
             began = time.perf_counter()
             run(count)
             times.append(time.perf_counter() - began)
-        median = sorted(times)[len(times) // 2]
+        median = statistics.median(times)
         found[f"pictures_per_s_{count}"] = count / median
         if count == 1:
             found["latency_s"] = median

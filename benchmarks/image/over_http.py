@@ -8,21 +8,19 @@ import http.client as http_client
 import io
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import torch
+from chat_servers import Contestant, RunningServer, ServerError
 from PIL import Image
 
 from image.engine import PROMPT, deployment, rates, settings_of
@@ -32,16 +30,20 @@ from mstar_server.media.encode.images import encode_image
 
 __all__ = ["Clients", "encoding_seconds", "http"]
 
+_START_S, _LOOK_S = 150.0, 10.0
+"""So long a server may take to be ready; so often it is told what it said last."""
+_ANSWER_S = 120.0
+
 
 class Clients:
     """As many as ask at once, each a thread with a connection of its own. They read answers and do not look into them:
     a client that takes JSON of megabytes apart would be measured with the server.
 
-    :param body: of each request; the seed is added.
+    :param address: host and port. :param body: of each request; the seed is added.
     """
 
-    def __init__(self, port: int, body: Mapping[str, Any], most: int):
-        self._port, self._body = port, body
+    def __init__(self, address: str, body: Mapping[str, Any], most: int):
+        self._address, self._body = address, body
         self._threads = ThreadPoolExecutor(most)
         self._own = threading.local()
 
@@ -51,7 +53,7 @@ class Clients:
 
     def _ask(self, seed: int) -> bytes:
         if not hasattr(self._own, "connection"):
-            self._own.connection = http_client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+            self._own.connection = http_client.HTTPConnection(self._address, timeout=_ANSWER_S)
         connection: http_client.HTTPConnection = self._own.connection
         said = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/images/generations", json.dumps({**self._body, "seed": seed}), said)
@@ -89,37 +91,51 @@ def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Name
     config = folder.parent / "serve.yaml"
     config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **fields}))
     more = {"MSTAR_EXTRA_PLUGINS": ",".join(settings_of().extra_plugins), "PYTHONPATH": os.pathsep.join(sys.path)}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = "from mstar.cli.app import main; main()"
-    words = [sys.executable, "-c", command, "serve", shape.key, "--config", str(config), "--port", str(port)]
-    with subprocess.Popen(words, env={**os.environ, **more}, stdout=sys.stderr) as server:
+    serve = ["-m", "mstar", "serve", shape.key, "--config", str(config)]
+
+    def command(weights: Path, port: int) -> list[str]:
+        return [
+            "env",
+            *(f"{name}={value}" for name, value in more.items()),
+            sys.executable,
+            *serve,
+            "--port",
+            str(port),
+        ]
+
+    contestant = Contestant("mstar", command, "/health/ready", {}, lambda weights: shape.key, "")
+    with RunningServer(contestant, folder) as server:
+        _until_ready(server, say)
+        ready_s = time.perf_counter() - began
+        body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
+        address = server.url.removeprefix("http://")
+        with Clients(address, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
+
+            def ask(count: int) -> list[bytes]:
+                answers = clients.ask(count)
+                say(f"{count} at once")
+                return answers
+
+            for count in at_once:
+                ask(count)
+            say("warm")
+            found = rates(ask, at_once, args.rounds)
+            encode_s = encoding_seconds(ask(1)[0], args.rounds)
+    say("stopped")
+    return found | {"encode_s": encode_s, "start_s": ready_s}
+
+
+def _until_ready(server: RunningServer, say: Callable[[str], None]) -> None:
+    """Raises :class:`ServerError` if it ends, or takes longer than :data:`_START_S`."""
+    until = time.monotonic() + _START_S
+    while True:
         try:
-            _until_ready(url, server)
+            server.wait_ready(_LOOK_S)
+        except ServerError as error:
+            server.check()
+            if time.monotonic() > until:
+                raise
+            say(str(error))
+        else:
             say("ready")
-            ready_s = time.perf_counter() - began
-            body = {"model": shape.key, "prompt": PROMPT, "size": f"{shape.size}x{shape.size}"}
-            with Clients(port, {**body, "num_inference_steps": shape.steps}, max(at_once)) as clients:
-                for count in at_once:
-                    clients.ask(count)
-                    say(f"warm with {count} at once")
-                found = rates(clients.ask, at_once, args.rounds)
-                say("measured")
-                encode_s = encoding_seconds(clients.ask(1)[0], args.rounds)
-                return found | {"encode_s": encode_s, "start_s": ready_s}
-        finally:
-            server.terminate()
-            server.wait(30)
-
-
-def _until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    while server.poll() is None:
-        try:
-            if httpx.get(f"{url}/health/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit(f"the server ended with status {server.returncode} before it was ready")
+            return

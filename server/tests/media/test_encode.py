@@ -120,7 +120,20 @@ def test_transparency_survives_where_it_can():
 
 
 @pytest.mark.parametrize(
-    "shape", [(16, 16, 3), (1, 1, 3), (3, 1, 4), (1, 300, 3), (7, 5), (700, 301, 3), (2, 200_000, 3), (333, 512, 4)]
+    "shape",
+    [
+        (16, 16, 3),
+        (1, 1, 3),
+        (3, 1, 4),
+        (1, 300, 3),
+        (7, 5),
+        (700, 301, 3),
+        (1500, 1000, 3),
+        (1, 1),
+        (5, 1, 4),
+        (2, 200_000, 3),
+        (333, 512, 4),
+    ],
 )
 @pytest.mark.parametrize("kind", ["noise", "smooth", "flat"])
 def test_png_is_exact(shape, kind):
