@@ -194,6 +194,12 @@ def test_a_picture_is_made(browser: Browser, server: Server) -> None:
     assert "FramesDelta" in run_python(code(browser, "Python"))
 
 
+def test_code_in_a_knobs_help_is_shown_as_code(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/#/mini_denoise/generate")
+    assert browser.one("[data-field=guidance] .help code").text == "0"
+    assert browser.text("[data-field=guidance] .help") == "Guidance scale; 0 is none."
+
+
 def test_texts_are_compared(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/#/mini_embed/embeddings")
     browser.one(".composer textarea").clear()

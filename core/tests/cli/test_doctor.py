@@ -108,6 +108,18 @@ def test_what_a_backend_prints_is_no_answer(mstar: Run) -> None:
     assert (found["state"], found["detail"]) == ("missing", "too loud")
 
 
+def test_a_backend_for_deterministic_engines_alone_is_not_missing(mstar: Run) -> None:
+    code = (
+        "import mstar\nfrom mstar.resources.attention.torch_sdpa import TorchAttention\n"
+        "class Exact(TorchAttention):\n"
+        "    def supports(self, need):\n        return None if need.deterministic else 'others are faster'\n"
+        "@mstar.hookimpl\ndef mstar_attention_backends():\n    return {'exact': __name__ + ':Exact'}\n"
+    )
+    found = findings(mstar, extra="cli_toys_exact", code=code)["attention exact"]
+    assert found["state"] == "ok"
+    assert found["detail"].endswith(", with engine.deterministic")
+
+
 def test_a_port_in_use(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

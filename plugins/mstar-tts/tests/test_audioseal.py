@@ -173,7 +173,7 @@ def test_the_command_says_what_the_reference_hears(tmp_path: Path, capsys: pytes
     assert main([*command, "--message", hex(other)]) == 1
     assert "not marked" in capsys.readouterr().out
     assert main([*command[:-1], str(tmp_path / "absent.wav")]) == 2
-    assert "absent.wav cannot be read as sound" in capsys.readouterr().err
+    assert "absent.wav: No such file or directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*command, "--message", "0x10000"])
     assert "from 0 to 65535" in capsys.readouterr().err

@@ -93,6 +93,23 @@ def test_any_text_becomes_phonemes(text: str) -> None:
     assert found == found.strip()
 
 
+def test_japanese_needs_the_dictionary_that_comes_by_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``pip install unidic`` brings none."""
+    for package in ("misaki", "pyopenjtalk", "fugashi", "unidic"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    japanese = language_of("j")
+    g2p._engine.cache_clear()
+    assert not can_pronounce(japanese)
+    with pytest.raises(RequestError, match="then python -m unidic download"):
+        phonemes(["x"], japanese, True)
+    g2p._engine.cache_clear()
+    (tmp_path / "unidic" / "dicdir").mkdir()
+    (tmp_path / "unidic" / "dicdir" / "mecabrc").touch()
+    assert can_pronounce(japanese)
+
+
 def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(g2p, "espeak", lambda: None)
     monkeypatch.setattr(g2p, "_has_misaki_english", lambda: False)

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
@@ -186,9 +186,15 @@ def _attention(context: Context) -> Iterator[Finding]:
         log.setLevel(level)
     working = 0
     for name, backend in backends.items():
-        reason = backend().supports(need)
+        made = backend()
+        reason = made.supports(need)
         working += reason is None
-        yield Finding(f"attention {name}", "missing" if reason else "ok", reason or f"usable on {device}")
+        if reason is None:
+            yield Finding(f"attention {name}", "ok", f"usable on {device}")
+        elif made.supports(replace(need, deterministic=True)) is None:  # it serves such engines alone
+            yield Finding(f"attention {name}", "ok", f"usable on {device}, with engine.deterministic")
+        else:
+            yield Finding(f"attention {name}", "missing", reason)
     for name, why in context.registry.unusable_attention_backends().items():
         yield Finding(f"attention {name}", "missing", why)
     if not working:

@@ -26,6 +26,11 @@ export function freshId(prefix = "id") {
   return `${prefix}-${lastId}`;
 }
 
+/** *text* as parts of an element; what stands in backquotes is code. */
+function withCode(text) {
+  return text.split("`").map((part, number) => (number % 2 ? h("code", {}, part) : part));
+}
+
 /** A labelled control with help and a place for its error. */
 export class Field {
   /** *body*: what stands in the control's place, with the control inside. */
@@ -37,7 +42,7 @@ export class Field {
     const described = [this.error.id];
     const helps = [];
     if (help) {
-      helps.push(h("p.help", { id: `${control.id}-help` }, help));
+      helps.push(h("p.help", { id: `${control.id}-help` }, withCode(help)));
       described.push(`${control.id}-help`);
     }
     control.setAttribute("aria-describedby", described.join(" "));

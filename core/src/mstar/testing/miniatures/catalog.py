@@ -217,7 +217,7 @@ def unified_answer(ids: list[int], count: int, canvas: np.ndarray, steps: int) -
 
 class DenoiseKnobs(MiniKnobs):
     steps: int = Field(4, ge=1, le=32, description="Denoise steps.")
-    guidance: float = Field(2.0, ge=0, le=10, description="Guidance scale.")
+    guidance: float = Field(2.0, ge=0, le=10, description="Guidance scale; `0` is none.")
     size: int = Field(2, ge=1, le=8, description="Side of the picture in pixels.")
 
 

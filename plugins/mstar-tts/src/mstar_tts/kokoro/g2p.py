@@ -9,10 +9,12 @@ Sources: ``misaki`` 0.9.4 (its alphabet, and how it reads espeak-ng's), ``kokoro
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mstar.spec.errors import RequestError
@@ -70,23 +72,37 @@ def can_pronounce(language: Language) -> bool:
         return True
     if language.letter in "ab":
         return _has_misaki_english()
-    return language.espeak is None and _installed("misaki", *_NEEDS[language.letter])
+    if language.espeak is not None or not _installed("misaki", *_NEEDS[language.letter]):
+        return False
+    return language.letter != "j" or _has_japanese_words()
 
 
 def _hint(language: Language) -> str:
     what = "misaki or espeak-ng" if language.letter in "ab" else "espeak-ng" if language.espeak else "misaki"
-    more = " (then python -m spacy download en_core_web_sm), or 'mstar-tts[espeak]'" if language.extra == "g2p" else ""
     return (
         f"'lang_code': {language.name} ({language.letter!r}) needs {what} on the server: "
-        f"pip install 'mstar-tts[{language.extra}]'{more}; with 'phonemes' no such thing is needed"
+        f"pip install 'mstar-tts[{language.extra}]'{_THEN.get(language.extra, '')}; with 'phonemes' no such thing is "
+        "needed"
     )
 
 
+_THEN = {
+    "g2p": " (then python -m spacy download en_core_web_sm), or 'mstar-tts[espeak]'",
+    "ja": " (then python -m unidic download)",
+}
 _NEEDS = {"j": ("pyopenjtalk", "fugashi"), "z": ("jieba", "pypinyin")}
 
 
 def _installed(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def _has_japanese_words() -> bool:
+    # unidic is installed without its dictionary, which fugashi does not start without; unidic-lite has one
+    found = importlib.util.find_spec("unidic")
+    if found is None:
+        return _installed("unidic_lite")
+    return any(Path(place, "dicdir", "mecabrc").is_file() for place in found.submodule_search_locations or ())
 
 
 def _has_misaki_english() -> bool:
@@ -126,6 +142,7 @@ def _east_asian(language: Language) -> Callable[[str], str]:
     else:
         from misaki import zh
 
+        logging.getLogger("jieba").setLevel(logging.WARNING)  # it tells of its dictionary, twice
         engine = zh.ZHG2P()
     return lambda text: str(engine(text)[0])
 

@@ -53,8 +53,11 @@ class Listener(abc.ABC):
         import soundfile
 
         try:
-            samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
-        except (OSError, soundfile.LibsndfileError) as error:
+            with file.open("rb") as content:  # the library calls a file that is not there a "System error"
+                samples, rate = soundfile.read(content, dtype="float32", always_2d=True)
+        except OSError as error:
+            raise SetupError(f"{file}: {error.strerror or error}") from error
+        except soundfile.LibsndfileError as error:
             raise SetupError(f"{file} cannot be read as sound: {error}") from error
         if len(samples) < rate // 2:
             raise SetupError(f"{file} has {len(samples) / rate:.2f} s of sound, which is too little to find a mark in")
