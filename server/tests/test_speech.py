@@ -312,9 +312,10 @@ async def test_a_model_that_takes_no_sound_takes_no_clip(kit: Any, speaking: Any
 
 async def test_a_long_clip_is_refused(kit: Any, speaking: Any) -> None:
     out = io.BytesIO()
-    soundfile.write(out, np.zeros(61 * 8000), 8000, format="FLAC")
+    soundfile.write(out, np.zeros(60 * 8000 + 80), 8000, format="FLAC")
     reply = await ask(kit, speaking(), ref_audio=base64.b64encode(out.getvalue()).decode())
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "audio_too_long")
+    assert "60.01 s is longer than the limit of 60 s" in reply.json()["error"]["message"]
 
 
 async def test_nothing_is_scheduled_for_a_wrong_request(kit: Any, speaking: Any) -> None:
