@@ -76,13 +76,28 @@ async def test_errors_before_the_first_sound_have_their_status(
 
 
 @pytest.mark.parametrize("name", ["pcm", "mp3", "wav"])
-async def test_an_error_after_it_breaks_the_connection(kit: Any, speaking: Any, name: str) -> None:
-    """Nobody takes half of the sound for all of it."""
+async def test_an_error_after_it_breaks_the_connection(
+    kit: Any, speaking: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody takes half of the sound for all of it; the log has one line for it."""
     service = speaking([TONE, TONE, RequestError("lost", status=500)])
     async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
         with pytest.raises(httpx.RemoteProtocolError):
             await client.post("/v1/audio/speech", json=body(response_format=name, stream=True))
         assert (await client.get("/v1/models")).status_code == 200
+    (said,) = [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert said.getMessage() == "the answer was broken off: lost"
+    assert said.exc_info is None
+
+
+async def test_a_bug_after_it_breaks_the_connection_and_has_its_traceback(
+    kit: Any, speaking: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = speaking([TONE, TONE, ValueError("a bug")])
+    async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/audio/speech", json=body(stream=True))
+    assert any(record.exc_info is not None and "a bug" in str(record.exc_info[1]) for record in caplog.records)
 
 
 async def test_an_error_after_it_is_the_last_event(kit: Any, speaking: Any) -> None:
@@ -297,9 +312,10 @@ async def test_a_model_that_takes_no_sound_takes_no_clip(kit: Any, speaking: Any
 
 async def test_a_long_clip_is_refused(kit: Any, speaking: Any) -> None:
     out = io.BytesIO()
-    soundfile.write(out, np.zeros(61 * 8000), 8000, format="FLAC")
+    soundfile.write(out, np.zeros(60 * 8000 + 80), 8000, format="FLAC")
     reply = await ask(kit, speaking(), ref_audio=base64.b64encode(out.getvalue()).decode())
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "audio_too_long")
+    assert "60.01 s is longer than the limit of 60 s" in reply.json()["error"]["message"]
 
 
 async def test_nothing_is_scheduled_for_a_wrong_request(kit: Any, speaking: Any) -> None:

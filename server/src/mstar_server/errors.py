@@ -27,6 +27,7 @@ from mstar.spec.origin import describe
 from mstar_server.json_body import json_fault
 
 __all__ = [
+    "BREAK_OFF",
     "ErrorMiddleware",
     "as_request_error",
     "error_event",
@@ -208,6 +209,10 @@ def _dotted(path: Sequence[str | int]) -> str:
     return text
 
 
+BREAK_OFF = "mstar.break_off"
+"""In a scope: a weak reference to what closes the connection in the middle of its response."""
+
+
 class ErrorMiddleware:
     """Turns a bug into a 500 of the contract; after the response began, only the connection can be closed."""
 
@@ -229,6 +234,20 @@ class ErrorMiddleware:
             await self.app(scope, receive, watched)
         except Exception as error:
             if started:
-                raise
+                if not _broken_off(scope, error):
+                    raise
+                return
             route = getattr(scope.get("endpoint"), "__module__", "")  # perhaps a plugin's
             await error_response(as_request_error(error, route))(scope, receive, send)
+
+
+def _broken_off(scope: Scope, error: Exception) -> bool:
+    """Close the connection if *error* is no bug: a time that ran out or a worker that died needs no traceback."""
+    told = error if isinstance(error, RequestError) else error.__cause__  # Starlette's, around what it cannot answer
+    if not isinstance(told, RequestError) or BREAK_OFF not in scope:
+        return False
+    log.warning("the answer was broken off: %s", told)
+    break_off = scope[BREAK_OFF]()
+    if break_off is not None:  # else the connection is gone already
+        break_off()
+    return True

@@ -7,13 +7,14 @@ requests; and one that uploads too much would see a reset connection instead of 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mstar.spec.errors import RequestError
-from mstar_server.errors import error_object
+from mstar_server.errors import BREAK_OFF, error_object
 from mstar_server.exchange import ID_HEADER, new_id
 
 __all__ = ["BoundedHttp"]
@@ -134,7 +135,10 @@ class BoundedHttp(HttpToolsProtocol):
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
-            self.cycle.transport = _Lingering(self, self.cycle)  # type: ignore[assignment]
+            transport = _Lingering(self, self.cycle)
+            scope: dict[str, Any] = self.cycle.scope  # type: ignore[assignment]
+            scope[BREAK_OFF] = weakref.WeakMethod(transport.break_off)
+            self.cycle.transport = transport  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -193,3 +197,8 @@ class _Lingering:
             self._protocol.linger()
         else:
             self._protocol.transport.close()
+
+    def break_off(self) -> None:
+        """Close in the middle of the response: nobody takes the part for the whole."""
+        self._cycle.disconnected = True  # else uvicorn misses the rest
+        self._protocol.transport.close()

@@ -152,7 +152,7 @@ class _Writer:
     def expect(self, seconds: float) -> None:
         """Refuse what the header says is too long."""
         if seconds > self._limits.max_audio_s:
-            message = f"audio of {seconds:.0f} s is longer than the limit of {self._limits.max_audio_s:.0f} s"
+            message = f"audio of {seconds:.6g} s is longer than the limit of {self._limits.max_audio_s:g} s"
             raise MediaFault(message, "audio_too_long")
 
     def write(self, samples: np.ndarray[Any, Any]) -> None:
@@ -161,7 +161,7 @@ class _Writer:
         if len(samples) and (loudest := float(np.abs(samples).max())) > _LOUDEST:
             raise damaged("audio", f"it has a sample of {loudest:.3g}; full scale is 1")
         if self._count() + len(samples) > self._limits.max_audio_s * self._rate:
-            message = f"the audio is longer than the limit of {self._limits.max_audio_s:.0f} s"
+            message = f"the audio is longer than the limit of {self._limits.max_audio_s:g} s"
             raise MediaFault(message, "audio_too_long")
         self._output.write(samples.astype(np.float32, copy=False))
 

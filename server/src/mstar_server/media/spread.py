@@ -116,7 +116,7 @@ def upright(frame: Any, shape: tuple[int, ...]) -> Pixels:
 def check_length(seconds: float, limits: MediaLimits) -> None:
     """Raise :class:`MediaFault` for a video longer than the limit."""
     if seconds > limits.max_video_s:
-        message = f"a video of {seconds:.0f} s is longer than the limit of {limits.max_video_s:.0f} s"
+        message = f"a video of {seconds:.6g} s is longer than the limit of {limits.max_video_s:g} s"
         raise MediaFault(message, "video_too_long")
 
 

@@ -83,7 +83,7 @@ def check_sample(audio: Audio, param: str, options: ServerOptions) -> None:
     if not seconds:
         raise RequestError(f"{param!r} has no sound in it", param=param, code="invalid_audio")
     if seconds > options.max_voice_s:
-        message = f"{param!r} of {seconds:.1f} s is longer than the limit of {options.max_voice_s:g} s"
+        message = f"{param!r} of {seconds:.6g} s is longer than the limit of {options.max_voice_s:g} s"
         raise RequestError(message, param=param, code="audio_too_long")
 
 
