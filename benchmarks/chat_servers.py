@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import psutil
 
-__all__ = ["CONTESTANTS", "Contestant", "RunningServer", "ServerError"]
+__all__ = ["CONTESTANTS", "Contestant", "RunningServer", "ServerError", "miniature"]
 
 STOP_S = 10.0
 """Seconds that a server has to stop by itself."""
@@ -231,6 +231,17 @@ def _transformers(*options: str) -> Callable[[Path, int], list[str]]:
         return [_program("transformers"), "serve", str(weights), *where, *options]
 
     return command
+
+
+def miniature(key: str) -> Contestant:
+    """Our server with a model that computes next to nothing and needs no weights (:mod:`mstar.testing.miniatures`)."""
+
+    def command(weights: Path, port: int) -> list[str]:
+        del weights
+        plugins = "MSTAR_EXTRA_PLUGINS=mstar.testing.miniatures"
+        return ["env", plugins, sys.executable, "-m", "mstar", "serve", key, "--port", str(port)]
+
+    return Contestant("mstar", command, "/health/ready", {}, lambda weights: key, "it comes with mstar-core")
 
 
 # An end token that no vocabulary has: the answers run to max_tokens, as ours do with ignore_eos. do_sample must be said

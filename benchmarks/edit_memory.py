@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
-from chat_servers import Contestant, RunningServer
+from chat_servers import RunningServer, miniature
 from common import environment, table, write_result
 from PIL import Image
 
@@ -34,15 +34,6 @@ MIB = 1 << 20
 WARM_UP = 0.5
 SLACK_SHARE, SLACK_BYTES = 0.05, 16 * MIB
 EVERY = 20
-
-
-def contestant() -> Contestant:
-    def command(weights: Path, port: int) -> list[str]:
-        del weights
-        plugins = "MSTAR_EXTRA_PLUGINS=mstar.testing.miniatures"
-        return ["env", plugins, sys.executable, "-m", "mstar", "serve", MODEL, "--port", str(port)]
-
-    return Contestant("mstar", command, "/health/ready", {}, lambda weights: MODEL, "it comes with mstar-core")
 
 
 def picture(rng: random.Random, size: tuple[int, int], alpha: bool = False) -> bytes:
@@ -128,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="200 edits, and nothing is written")
     options = parser.parse_args(arguments)
     edits = 200 if options.quick else options.edits
-    with RunningServer(contestant(), Path()) as server:
+    with RunningServer(miniature(MODEL), Path()) as server:
         server.wait_ready(120)
         samples, wrong, rate = measure(server.url, psutil.Process(server.pid), edits, options.clients, options.side)
     row = {"edits": edits, "edits_per_s": rate, **judge(samples), "wrong": len(wrong)}

@@ -25,7 +25,18 @@ from typing import Any
 import numpy as np
 import torch
 from common import environment
-from gpu_attention import DEVICE, DTYPE, SHAPES, TOLERANCE, Case, attention, capture, copy_bandwidth, seconds, show
+from gpu_attention import (
+    DEVICE,
+    DTYPE,
+    SHAPES,
+    Case,
+    attention,
+    capture,
+    copy_bandwidth,
+    seconds,
+    show,
+    worst,
+)
 from torch import Tensor
 
 from mstar.nn import ops
@@ -128,7 +139,7 @@ def check_replays(backend: FlashInferAttention, shape: tuple[int, ...] | None) -
             wanted, keys = answer(case, batch, layers, window, softcap)
             graph.replay()
             first = out.clone()
-            error = max(error, apart(out, wanted), apart(case.memory.keys_values(0)[0][layers.places], keys))
+            error = max(error, worst(out, wanted), worst(case.memory.keys_values(0)[0][layers.places], keys))
             graph.replay()
             if not torch.equal(first, out):
                 error = float("inf")  # the same step twice, not the same result
@@ -153,12 +164,6 @@ def answer(
         both = torch.cat((old, torch.stack((k[row], v[row]))[:, None]), 1)
         results.append(attention(q[row : row + 1], both[0], both[1], window, True, softcap))
     return torch.cat(results), k.flatten(1)
-
-
-def apart(got: Tensor, wanted: Tensor) -> float:
-    """Largest error in units of the tolerance; more than 1 is wrong."""
-    error = (got.float() - wanted).abs() / (TOLERANCE * (1 + wanted.abs()))
-    return float(error.nan_to_num(1e9).max())
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

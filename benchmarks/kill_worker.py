@@ -23,21 +23,12 @@ from typing import Any
 
 import httpx
 import psutil
-from chat_servers import Contestant, RunningServer
+from chat_servers import RunningServer, miniature
 from common import environment, percentiles, table, write_result
 
 MODEL = "mini_chat"
 SETTLE_S, GIVE_UP_S = 15.0, 120.0
 SHARED = Path("/dev/shm")
-
-
-def contestant() -> Contestant:
-    def command(weights: Path, port: int) -> list[str]:
-        del weights
-        plugins = "MSTAR_EXTRA_PLUGINS=mstar.testing.miniatures"
-        return ["env", plugins, sys.executable, "-m", "mstar", "serve", MODEL, "--port", str(port)]
-
-    return Contestant("mstar", command, "/health/ready", {}, lambda weights: MODEL, "it comes with mstar-core")
 
 
 @dataclass
@@ -165,7 +156,7 @@ def run(kills: int, clients: int, seed: int, ready_within_s: float, minutes: flo
     """The figures, with ``faults``: sentences about what does not hold."""
     rng, faults, back = random.Random(seed), [], []
     until = time.monotonic() + 60 * minutes
-    with RunningServer(contestant(), Path()) as server:
+    with RunningServer(miniature(MODEL), Path()) as server:
         server.wait_ready(120)
         with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
             Load(server.url, clients).stop()  # what is made once is there: threads, caches

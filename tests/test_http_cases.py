@@ -94,7 +94,6 @@ def stops(text: str) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a1_a6_no_character_of_a_stop_string_slips_out(server: Server, stream: bool, keep: bool) -> None:
-    """A1, A6"""
     full = whole(server, chat())["message"]["content"]
     found = stops(full)
     assert len(found) > 3, full
@@ -111,7 +110,6 @@ def test_a1_a6_no_character_of_a_stop_string_slips_out(server: Server, stream: b
 
 
 def test_a7_characters_of_many_tokens_come_whole(server: Server) -> None:
-    """A7"""
     said = "😀👩‍👩‍👧‍👦 日本語 é 🇫🇷"
     body = structured(form({"type": "string", "enum": [said]}), max_tokens=150)
     text = whole(server, body)["message"]["content"]
@@ -124,14 +122,12 @@ def test_a7_characters_of_many_tokens_come_whole(server: Server) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a7_joined_deltas_are_the_whole_answer_even_of_noise(server: Server, seed: int) -> None:
-    """A7"""
     body = chat(temperature=2.0, seed=seed, max_tokens=40)
     assert text_of(events(server, body)) == whole(server, body)["message"]["content"]
 
 
 @pytest.mark.parametrize("tools", [None, [], [{"type": "function", "function": {"name": "f"}}]])
 def test_a9_a11_one_usage_chunk_at_the_end(server: Server, tools: Any) -> None:
-    """A9, A11"""
     more = {} if tools is None else {"tools": tools}
     chunks = events(server, chat(stream_options={"include_usage": True}, max_tokens=4, **more))
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks[:-1])
@@ -143,13 +139,11 @@ def test_a9_a11_one_usage_chunk_at_the_end(server: Server, tools: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, None, {"include_usage": False}])
 def test_a10_no_usage_unless_asked_for(server: Server, options: Any) -> None:
-    """A10"""
     chunks = events(server, chat(stream_options=options, max_tokens=2))
     assert all(chunk["choices"] and not chunk.get("usage") for chunk in chunks)
 
 
 def test_a12_the_role_comes_first(server: Server) -> None:
-    """A12"""
     first, *rest = events(server, chat(max_tokens=3))
     assert first["choices"][0]["delta"]["role"] == "assistant"
     for chunk in rest[:-1]:
@@ -157,7 +151,6 @@ def test_a12_the_role_comes_first(server: Server) -> None:
 
 
 def test_a16_log_probabilities_of_the_chosen_token_only(client: openai.OpenAI) -> None:
-    """A16"""
     on = {"ignore_eos": True}
     new = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=3, logprobs=True, extra_body=on
@@ -201,7 +194,6 @@ WRONG_SAMPLING = [
 @pytest.mark.parametrize(("knob", "value"), WRONG_SAMPLING, ids=lambda v: str(v)[:12])
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, GENERATE])
 def test_a18_wrong_sampling_is_refused_by_name(server: Server, route: str, knob: str, value: Any) -> None:
-    """A18"""
     if route == GENERATE:
         if knob in ("stop", "logit_bias", "n"):
             pytest.skip("no knob of the native route")
@@ -218,7 +210,6 @@ def test_a18_wrong_sampling_is_refused_by_name(server: Server, route: str, knob:
 
 
 def test_a19_a20_the_same_alone_and_in_company(server: Server) -> None:
-    """A19, A20"""
     greedy, drawn = chat(), chat(temperature=1.0, seed=5)
     others = [chat(f"number {n}", temperature=1.3, seed=n) for n in range(14)]
     alone = [whole(server, greedy), whole(server, drawn)]
@@ -233,7 +224,6 @@ CONTEXT = 256
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, GENERATE])
 def test_a21_a23_too_long_is_a_400_that_names_both_numbers(server: Server, route: str, stream: bool) -> None:
-    """A21, A23"""
     long = "Hello there " * 200
     body: dict[str, Any] = {
         CHAT: chat(long, stream=stream),
@@ -252,7 +242,6 @@ def test_a21_a23_too_long_is_a_400_that_names_both_numbers(server: Server, route
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a21_a_prompt_that_fits_with_more_tokens_than_do(server: Server, stream: bool) -> None:
-    """A21"""
     answer = server.http.post(CHAT, json=chat(max_tokens=10_000, stream=stream))
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -274,7 +263,6 @@ def test_a21_a_prompt_that_fits_with_more_tokens_than_do(server: Server, stream:
     ],
 )
 def test_a25_log_probabilities_have_a_cap(server: Server, route: str, field: str, value: int) -> None:
-    """A25"""
     body: dict[str, Any] = {
         CHAT: chat(logprobs=True),
         COMPLETIONS: {"model": MODEL, "prompt": "a"},
@@ -286,7 +274,6 @@ def test_a25_log_probabilities_have_a_cap(server: Server, route: str, field: str
 
 
 def test_a27_an_assistant_that_only_called(server: Server) -> None:
-    """A27"""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "a"},
@@ -297,7 +284,6 @@ def test_a27_an_assistant_that_only_called(server: Server) -> None:
 
 
 def test_a32_eight_at_once_all_end(server: Server) -> None:
-    """A32"""
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda n: text_of(events(server, chat(f"{n}", max_tokens=30))), range(8)))
     assert all(texts)
@@ -323,7 +309,6 @@ def test_a32_eight_at_once_all_end(server: Server) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_b1_b2_what_cannot_be_compiled_is_a_400(server: Server, response_format: Any, stream: bool) -> None:
-    """B1, B2"""
     good = structured(form({"type": "integer", "enum": [7]}), max_tokens=10)
     assert json.loads(whole(server, good)["message"]["content"]) == 7
     answer = server.http.post(CHAT, json=structured(response_format, stream=stream))
@@ -342,7 +327,6 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("depth", [60, 200, 300])
 @pytest.mark.parametrize("where", ["response_format", "tools"])
 def test_b1_a_deep_schema_is_an_answer_or_a_400(server: Server, depth: int, where: str) -> None:
-    """B1"""
     schema = nested(depth)
     function = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
     more: dict[str, Any] = {"response_format": form(schema)} if where == "response_format" else {"tools": [function]}
@@ -353,13 +337,11 @@ def test_b1_a_deep_schema_is_an_answer_or_a_400(server: Server, depth: int, wher
 @pytest.mark.parametrize("tools", [None, [], [{"type": "function", "function": {"name": "f", "parameters": {}}}]])
 @pytest.mark.parametrize("choice", ["none", "auto"])
 def test_b9_tool_choices_that_ask_for_nothing(server: Server, tools: Any, choice: str) -> None:
-    """B9"""
     body = chat(tools=tools, tool_choice=choice, max_tokens=2)
     assert server.http.post(CHAT, json=body).status_code == 200
 
 
 def test_h10_paths_lead_nowhere_else(server: Server) -> None:
-    """H10"""
     for path in ("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%2e%2e/", "/docs/../../etc/passwd", "/v1/models/%00"):
         answer = server.http.get(path, headers={"Range": "bytes=" + "0-," * 5000})
         assert answer.status_code == 404, path

@@ -71,7 +71,6 @@ def test_pictures_have_seeds_of_their_own(client: openai.OpenAI, server: Server)
 
 @pytest.mark.parametrize(("format_", "magic"), [("png", b"\x89PNG"), ("jpeg", b"\xff\xd8\xff"), ("webp", b"RIFF")])
 def test_formats(client: openai.OpenAI, format_: Any, magic: bytes) -> None:
-    """G5."""
     more: dict[str, Any] = {} if format_ == "png" else {"output_compression": 80}
     reply = client.images.generate(model="mini_denoise", prompt="abc", output_format=format_, **more)
     assert base64.b64decode(reply.data[0].b64_json).startswith(magic)
@@ -160,7 +159,7 @@ def test_an_edit_can_be_streamed(client: openai.OpenAI) -> None:
     ],
 )
 def test_wrong_requests_name_the_field(server: Server, wrong: dict[str, Any], param: str) -> None:
-    """G1, and its kind: before anything is scheduled."""
+    """Before anything is scheduled."""
     for stream in (False, True):
         reply = post(server, {"stream": stream, **wrong})
         assert 400 <= reply.status_code < 500, reply.text
@@ -220,7 +219,6 @@ def bomb() -> bytes:
 def test_wrong_edits_name_the_field(
     server: Server, images: list[bytes], mask: bytes | None, more: dict[str, str], param: str
 ) -> None:
-    """C1, C6, C17 and their kind."""
     files = [("image", ("a.png", image)) for image in images]
     files += [] if mask is None else [("mask", ("m.png", mask))]
     data = {"model": "mini_denoise", "prompt": "abc", **more}
@@ -234,7 +232,7 @@ def test_wrong_edits_name_the_field(
 
 
 def test_as_many_pictures_as_the_model_takes(server: Server) -> None:
-    """C17: at the limit."""
+    """At the limit."""
     files = [("image[]", (f"{n}.png", file(painted(4, 4, n)))) for n in range(4)]
     reply = server.http.post("/v1/images/edits", data={"model": "mini_denoise", "prompt": "abc"}, files=files)
     assert reply.status_code == 200, reply.text

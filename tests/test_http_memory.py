@@ -45,7 +45,7 @@ def grown(server: Server, ask: Callable[[int], None]) -> int:
 
 
 def test_mixes_and_samples_of_voices(server: Server) -> None:
-    """D35: no two alike."""
+    """No two alike."""
     draw = np.random.default_rng(1)
 
     def ask(number: int) -> None:
@@ -71,7 +71,6 @@ def wav(samples: bytes) -> bytes:
 
 
 def test_edits_of_random_sizes(server: Server) -> None:
-    """G4"""
     draw = random.Random(2)
 
     def ask(number: int) -> None:

@@ -121,7 +121,6 @@ def test_a_chat_with_a_video_and_pictures_streamed(server: Server, folder: Path)
 
 
 def test_every_choice_sees_the_picture(server: Server, folder: Path) -> None:
-    """A14"""
     said = chat(server, image_part(png(picture())), {"type": "text", "text": "What?"}, n=3)
     assert {choice.message.content for choice in said.choices} == {expected(folder, picture(), Text("What?"))}
 
@@ -153,7 +152,6 @@ def test_generate(server: Server, folder: Path) -> None:
 
 
 def test_a_video_sent_as_frames(server: Server, folder: Path) -> None:
-    """C15"""
     images = [base64.b64encode(png(Image(frame))).decode() for frame in FRAMES[:5]]
     said = chat(server, {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + ",".join(images)}})
     assert said.choices[0].message.content == expected(folder, Video(FRAMES[:5], 2.0))

@@ -65,7 +65,6 @@ def test_turns_are_written_down(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_a_model_that_hears_live_answers_while_it_hears(client: openai.OpenAI, server: Server) -> None:
-    """F1"""
     want = duplex_answer(np.full(1600, 2**-10, np.float32))  # it hears 8 kHz
     with client.realtime.connect(model="mini_duplex") as talk:
         talk.session.update(session={"type": "realtime", "audio": {"input": {"turn_detection": None}}})
@@ -201,7 +200,6 @@ def test_a_live_turn_that_is_cleared_ends_and_counts_for_nothing(scribe: Realtim
 
 
 def test_a_client_that_vanishes_in_the_middle_of_a_live_turn_leaves_nothing(server: Server) -> None:
-    """F15"""
     address = f"{server.url.replace('http', 'ws')}/v1/realtime?intent=transcription&model=mini_scribe"
     sockets = [connect(address) for _ in range(3)]
     for socket in sockets:

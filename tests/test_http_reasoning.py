@@ -91,7 +91,7 @@ def answer(server: Server, text: str, stream: bool, **more: Any) -> Said:
 @by_stream
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_stop_string_in_a_thought_is_none(server: Server, stream: bool, keep: bool) -> None:
-    """A4: a client means the text that it is shown; and the split stays valid."""
+    """A client means the text that it is shown; and the split stays valid."""
     text = "<think>\nto END or not END\n</think>\n\nso: END of it"
     said = answer(server, text, stream, stop=["END"], include_stop_str_in_output=keep)
     assert (said.reasoning, said.content, said.reason) == ("to END or not END\n", "so: END" if keep else "so: ", "stop")
@@ -111,14 +111,14 @@ def test_a_stop_string_in_a_thought_is_none(server: Server, stream: bool, keep: 
 def test_what_looks_like_a_tag_or_a_stop_string_is_not_lost(
     server: Server, stream: bool, text: str, stop: list[str], reasoning: str, content: str
 ) -> None:
-    """A4: whatever is held back around the end of a thought comes out on its own side."""
+    """Whatever is held back around the end of a thought comes out on its own side."""
     said = answer(server, text, stream, stop=stop)
     assert (said.reasoning, said.content, said.reason) == (reasoning, content, "stop")
 
 
 @by_stream
 def test_the_text_before_a_stop_string_arrives_with_tools_about(server: Server, stream: bool) -> None:
-    """A5: a stop string where a call could have begun."""
+    """A stop string where a call could have begun."""
     for text, stop, content in (
         ("It is so <tool STOP", "<tool STOP", "It is so "),
         ("It is so <tool_ca STOP", "STOP", "It is so <tool_ca "),
@@ -131,7 +131,7 @@ def test_the_text_before_a_stop_string_arrives_with_tools_about(server: Server, 
 @by_stream
 @pytest.mark.parametrize("most", [12, 20])
 def test_a_thought_that_is_cut_ends_with_length(server: Server, stream: bool, most: int) -> None:
-    """A31: and nothing is tried again behind the client's back."""
+    """And nothing is tried again behind the client's back."""
     said = answer(server, "<think>\na long thought about little\n</think>\n\nyes", stream, max_tokens=most)
     assert (said.content, said.reason, said.tokens) == ("", "length", most)
     whole = answer(server, "<think>\na long thought about little\n</think>\n\nyes", stream)
@@ -140,7 +140,7 @@ def test_a_thought_that_is_cut_ends_with_length(server: Server, stream: bool, mo
 
 @by_stream
 def test_arguments_that_are_cut_end_with_length(server: Server, stream: bool) -> None:
-    """B5: wherever the cut is, the answer ends cleanly, and what was written of the call is what the whole one has."""
+    """Wherever the cut is, the answer ends cleanly, and what was written of the call is what the whole one has."""
     text = f"So. {CALL}"
     whole = answer(server, text, stream, tools=[LOOK])
     assert (whole.content, whole.calls, whole.reason) == ("So. ", {0: ["look", '{"a": "b END c"}']}, "tool_calls")
@@ -159,7 +159,7 @@ def test_arguments_that_are_cut_end_with_length(server: Server, stream: bool) ->
 @by_stream
 @pytest.mark.parametrize("stop", [None, ["END"]])
 def test_a_call_is_never_in_the_content_and_never_twice(server: Server, stream: bool, stop: list[str] | None) -> None:
-    """B8, A5: a stop string inside of a call's arguments is none."""
+    """A stop string inside of a call's arguments is none."""
     for text, content, count in (
         (CALL, "", 1),
         (f"So. {CALL}", "So. ", 1),

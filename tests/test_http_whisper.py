@@ -102,7 +102,6 @@ def test_segments_and_words(client: openai.OpenAI, jfk: np.ndarray) -> None:
     [("text", "text/plain"), ("srt", "application/x-subrip"), ("vtt", "text/vtt"), ("json", "application/json")],
 )
 def test_formats(server: Server, jfk: np.ndarray, response_format: str, media_type: str) -> None:
-    """E11"""
     reply = post(server, jfk, response_format=response_format)
     assert reply.headers["content-type"].startswith(media_type)
     body = reply.json()["text"] if response_format == "json" else reply.text
@@ -114,7 +113,6 @@ def test_formats(server: Server, jfk: np.ndarray, response_format: str, media_ty
 
 
 def test_a_stream_and_log_probabilities(client: openai.OpenAI, jfk: np.ndarray) -> None:
-    """E23"""
     ask: dict[str, Any] = {"model": KEY, "file": wav(jfk), "include": ["logprobs"]}
     events = list(client.audio.transcriptions.create(**ask, stream=True))
     assert [event.type for event in events].count("transcript.text.done") == 1
@@ -176,7 +174,6 @@ def speech_and_pauses(jfk: np.ndarray) -> np.ndarray:
 def test_a_long_clip_has_all_words_in_every_format(
     client: openai.OpenAI, server: Server, speech_and_pauses: np.ndarray
 ) -> None:
-    """E15, E17, E18"""
     told = client.audio.transcriptions.create(model=KEY, file=wav(speech_and_pauses), response_format="verbose_json")
     assert words(told.text) == SAID * 4
     assert "".join(segment.text for segment in told.segments).split() == told.text.split()
@@ -200,7 +197,7 @@ def test_a_long_clip_heard_at_once(client: openai.OpenAI, server: Server, speech
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": "verbose_json"}, {"chunking_strategy": "auto"}])
 def test_nobody_speaks(server: Server, fields: dict[str, str]) -> None:
-    """E1, E2: not a word about silence, noise and tones, be they long or short."""
+    """Not a word about silence, noise and tones, be they long or short."""
     time = np.arange(45 * RATE) / RATE
     noise = np.random.default_rng(3).normal(0, 0.1, len(time))
     for samples in (np.zeros(45 * RATE), 0.3 * np.sin(2 * np.pi * 440 * time), noise, noise[:RATE], np.zeros(10)):

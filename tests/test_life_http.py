@@ -98,7 +98,6 @@ def test_a_worker_that_hangs(server: Server) -> None:
 
 
 def test_a_worker_that_is_killed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H11"""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     figures = importlib.import_module("kill_worker").run(kills=2, clients=4, seed=1, ready_within_s=90.0)
     assert figures["faults"] == []
@@ -107,7 +106,6 @@ def test_a_worker_that_is_killed_under_load(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_models_on_demand_have_a_worker_only_while_they_are_used() -> None:
-    """H6"""
     keys = ("mini_tts", "mini_seq2seq")
     with serving(
         on_demand=keys, extra_plugins=PLUGINS,

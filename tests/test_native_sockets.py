@@ -138,7 +138,6 @@ def test_json_and_msgpack_say_the_same(server: Server) -> None:
 
 
 async def test_pings_are_answered_while_a_step_runs(server: Server) -> None:
-    """F9"""
     async with connect(address(server), ping_interval=None) as socket:
         await socket.send(write({"id": "r", "model": "slow_policy", "live": ["observations"]}, "msgpack"))
         for _ in range(3):
@@ -156,7 +155,7 @@ async def test_pings_are_answered_while_a_step_runs(server: Server) -> None:
 
 
 async def test_a_second_client_is_served_while_the_first_one_infers(server: Server) -> None:
-    """F13: handshake and another model's answer, during a step of the first client."""
+    """Handshake and another model's answer, during a step of the first client."""
     async with connect(address(server)) as first:
         await first.send(write({"id": "r", "model": "slow_policy", "live": ["observations"]}, "msgpack"))
         for _ in range(5):
@@ -176,7 +175,7 @@ async def test_a_second_client_is_served_while_the_first_one_infers(server: Serv
 
 @pytest.mark.parametrize("key", ["mini_world", "mini_duplex", "mini_policy"])
 def test_a_client_that_vanishes_holds_nothing(server: Server, key: str) -> None:
-    """F15: no closing handshake, no end of input: the connection is reset in the middle of a session."""
+    """No closing handshake, no end of input: the connection is reset in the middle of a session."""
     mini = miniature(key)
     (stream,) = mini.live
     shape = {"mini_world": (4, 3), "mini_duplex": (8,), "mini_policy": (2, 3)}[key]

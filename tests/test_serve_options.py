@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import fields
 
+from mstar.cli import serve
 from mstar.cli.commands import Parser
 from mstar.cli.media_options import MEDIA_OPTIONS, media_options, size
 from mstar_server.options import ServerOptions
 
+DEFAULTS = {field.name: field.default for field in fields(ServerOptions)}
 
-def test_limits_of_media_are_the_servers_and_their_help_says_its_defaults() -> None:
+
+def actions(parser: Parser) -> dict[str, argparse.Action]:
+    return {action.dest: action for action in parser._actions if action.dest != "help"}
+
+
+def told(action: argparse.Action) -> str | None:
+    """The default that its help names, if it names a number or an address."""
+    match = re.search(r"\(default: ([0-9][0-9.]*[A-Za-z]*|%\(default\)s)\)", action.help or "")
+    return None if match is None else match[1].replace("%(default)s", str(action.default))
+
+
+def test_limits_of_media_are_the_servers() -> None:
     parser = Parser(prog="serve")
     media_options(parser)
-    defaults = {field.name: field.default for field in fields(ServerOptions)}
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    assert actions.keys() == set(MEDIA_OPTIONS)
-    assert actions.keys() <= defaults.keys()
-    told = {name: re.search(r"\(default: ([0-9.]+[A-Za-z]*)\)", action.help or "") for name, action in actions.items()}
-    assert sum(match is not None for match in told.values()) >= 10
-    for name, match in told.items():
-        if match is not None:
-            assert size(match[1]) == defaults[name], name
+    assert actions(parser).keys() == set(MEDIA_OPTIONS)
+
+
+def test_what_is_passed_on_is_the_servers_and_its_help_says_the_servers_defaults() -> None:
+    parser = Parser(prog="serve")
+    serve._arguments(parser)
+    given = actions(parser)
+    assert set(serve._PASSED_ON) <= given.keys() & DEFAULTS.keys()
+    named = {name: default for name in serve._PASSED_ON if (default := told(given[name])) is not None}
+    assert len(named) >= 15
+    for name, default in named.items():
+        known = DEFAULTS[name]
+        assert (default if isinstance(known, str) else size(default)) == known, name

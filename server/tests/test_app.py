@@ -99,7 +99,6 @@ async def test_a_body_over_the_limit_is_a_413_declared_or_not(kit, chat):
 
 
 async def test_every_route_but_health_wants_the_key(kit, chat):
-    """H1"""
     async with kit.client(kit.Service(kit.HELLO), api_key="sécret") as client:
         schema = (await client.get("/openapi.json", headers={"authorization": "Bearer sécret".encode()})).json()
         assert CHAT in schema["paths"]
@@ -179,7 +178,6 @@ async def test_a_plugin_that_breaks_a_contract_is_put_aside_and_the_others_serve
 
 
 async def test_a_bug_in_a_route_is_a_500_of_the_contract(kit, caplog):
-    """H11"""
 
     class Plugin:
         @hookimpl
@@ -209,7 +207,7 @@ class BrokenAdapter:
 
 
 async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, caplog):
-    """H11: its adapter, its processor (before the answer began) and its renderer (after)."""
+    """Its adapter, its processor (before the answer began) and its renderer (after)."""
 
     class Plugin:
         @hookimpl

@@ -39,7 +39,6 @@ def seen(url, **more):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_choice_sees_the_picture(kit, stream):
-    """A14"""
     tiny = kit.Service(kit.HELLO)
     async with kit.client(tiny) as client:
         answer = await client.post(CHAT, json=seen(data_url(picture()), n=3, seed=5, stream=stream))
@@ -66,7 +65,6 @@ def every_route(kit):
     ids=["thousands", "huge"],
 )
 async def test_a_head_too_large_is_refused_on_every_route(kit, chat, head):
-    """A30"""
     routes = list(every_route(kit))
     assert len(routes) > 35
     async with kit.server(kit.Service(kit.HELLO), max_body_bytes=MIB) as address:
@@ -84,7 +82,6 @@ async def test_a_head_too_large_is_refused_on_every_route(kit, chat, head):
 
 @pytest.mark.parametrize("size", [(500, 19), (19, 500), (1, 1), (1, 900), (31, 33), (257, 255)])
 async def test_odd_sizes_are_answered(kit, size):
-    """C8"""
     out = io.BytesIO()
     Image.new("RGB", size).save(out, "JPEG")
     tiny = kit.Service(kit.HELLO)
@@ -122,7 +119,6 @@ BY_URL = {
 
 @pytest.mark.parametrize("way", BY_URL)
 async def test_every_route_fetches_through_the_one_guarded_fetcher(kit, way):
-    """C9, C12"""
     ability, asked = BY_URL[way]
     tiny = kit.Service(kit.HELLO, abilities=(ability,))
     for allowed in (False, True):
@@ -137,7 +133,7 @@ async def test_every_route_fetches_through_the_one_guarded_fetcher(kit, way):
 
 
 async def test_a_request_with_a_picture_opens_no_connection(kit, monkeypatch):
-    """C23: whatever libraries it passes."""
+    """Whatever libraries it passes."""
 
     def refused(*arguments, **more):
         raise AssertionError(f"a connection to {arguments[1:]}")
@@ -159,7 +155,7 @@ GIB = 1024 * MIB
 @pytest.mark.parametrize("chunked", [False, True], ids=["declared", "chunked"])
 @pytest.mark.parametrize("route", ["/v1/audio/transcriptions", "/v1/images/edits", "/generate", "/v1/audio/voices"])
 async def test_two_gigabytes_are_refused_with_the_limit_and_held_nowhere(kit, chat, route, chunked):
-    """E20: however they are announced."""
+    """However they are announced."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
     piece = bytes(MIB)
     sent = 0
@@ -194,7 +190,7 @@ async def test_two_gigabytes_are_refused_with_the_limit_and_held_nowhere(kit, ch
 
 
 async def test_sound_of_a_silent_video_is_none(kit):
-    """C22: a model that takes both gets the pictures."""
+    """A model that takes both gets the pictures."""
     import av
 
     out = io.BytesIO()
@@ -215,7 +211,6 @@ async def test_sound_of_a_silent_video_is_none(kit):
 
 
 async def test_one_damaged_clip_among_many_fails_alone(kit):
-    """C21"""
     tiny = kit.Service(kit.HELLO)
     good = {"type": "input_audio", "input_audio": {"data": SPOKEN, "format": "wav"}}
     bad = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"fLaC" + bytes(100)).decode()}}

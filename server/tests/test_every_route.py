@@ -150,7 +150,7 @@ WITH_FILES = {
 @pytest.mark.parametrize("route", WITH_FILES)
 @pytest.mark.parametrize("wrong", [{"stepz": 3}, {"steps": 51}], ids=["unknown", "out of bounds"])
 async def test_no_file_is_decoded_for_a_request_with_a_wrong_field(kit, route, wrong):
-    """C6, E4, E20 and their kind: what costs nothing is judged first."""
+    """What costs nothing is judged first."""
     ability, sent = WITH_FILES[route]
     (kind, body), *files = sent.items()
     extra = {"model_kwargs": wrong} if route == "/generate" else wrong

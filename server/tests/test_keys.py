@@ -36,7 +36,6 @@ def walk(routes):
 
 
 async def test_every_route_of_the_router_but_health_wants_a_key(kit):
-    """H1"""
     service = kit.Service(kit.HELLO)
     app = create_app({"tiny": service}, kit.Hooks(), ServerOptions(api_key="k"))
     seen = set()
@@ -68,7 +67,6 @@ async def test_every_route_of_the_router_but_health_wants_a_key(kit):
 )
 @pytest.mark.parametrize(("path", "first"), [("/generate/ws", "delta"), ("/v1/realtime", "session.created")])
 async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocols, fine, path, first):
-    """F2"""
     async with kit.server(kit.Service(kit.HELLO), api_key="sk") as address:
         asked = connect(f"ws://{address}{path}{query}", additional_headers=headers, subprotocols=protocols)
         if not fine:
@@ -84,7 +82,7 @@ async def test_a_socket_wants_the_key_as_http_does(kit, headers, query, protocol
 
 
 async def test_the_key_in_a_query_opens_no_http_route(kit):
-    """F2: a query lands in logs of proxies; only where nothing else is possible is it taken."""
+    """A query lands in logs of proxies; only where nothing else is possible is it taken."""
     async with kit.client(kit.Service(), api_key="k") as client:
         assert (await client.get("/v1/models?api_key=k")).status_code == 401
 

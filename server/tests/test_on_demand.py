@@ -79,7 +79,6 @@ async def test_the_first_request_loads_and_waits(house, chat):
 
 
 async def test_many_first_requests_are_one_load(house, chat):
-    """D38, H6"""
     client, loads, _ = await house("a", at_once=False)
     asked = [asyncio.create_task(client.post(CHAT, json=chat(model="a", stream=bool(n % 2)))) for n in range(6)]
     await until(lambda: loads["a"].made)
@@ -93,7 +92,6 @@ async def test_many_first_requests_are_one_load(house, chat):
 
 
 async def test_a_load_that_takes_long_is_a_503_with_its_phase(house, chat):
-    """H3"""
     client, loads, _ = await house("a", at_once=False, load_wait_s=0.05)
     first = await client.post(CHAT, json=chat(model="a"))
     limited = await client.post(CHAT, json=chat(model="a", stream=True), headers={"X-Request-Timeout": "0.01"})
@@ -108,7 +106,6 @@ async def test_a_load_that_takes_long_is_a_503_with_its_phase(house, chat):
 
 @pytest.mark.parametrize("error", [SetupError("no weights there"), ZeroDivisionError("oops")])
 async def test_a_load_that_fails_is_not_hammered(house, chat, monkeypatch, caplog, error):
-    """H7"""
     client, loads, models = await house("a")
     loads["a"].error = error
     replies = [await client.post(CHAT, json=chat(model="a")) for _ in range(20)]
@@ -159,7 +156,6 @@ async def test_unload_and_load_by_hand(house, kit, chat):
 
 @pytest.mark.parametrize("idle", [0.0, 0.2])
 async def test_unloaded_when_idle(house, chat, idle):
-    """H6"""
     client, loads, _ = await house("a", idle_unload_s=idle)
     assert (await client.post(CHAT, json=chat(model="a"))).status_code == 200
     first = loads["a"].made[0]
@@ -181,7 +177,7 @@ async def test_unloaded_when_idle(house, chat, idle):
 
 
 async def test_a_model_that_is_held_is_not_unloaded(house, kit):
-    """H6: a clip's windows are requests, and between two of them it is still in use."""
+    """A clip's windows are requests, and between two of them it is still in use."""
     _, loads, (model,) = await house("a", idle_unload_s=0.0)
     task = GenerateTask(knobs=SamplingKnobs(), want=("text",), text="x")
     hold = model.hold()
@@ -199,7 +195,6 @@ async def test_a_model_that_is_held_is_not_unloaded(house, kit):
 
 
 async def test_never_unloaded_by_default(house, chat):
-    """H6"""
     client, loads, _ = await house("a")
     assert (await client.post(CHAT, json=chat(model="a"))).status_code == 200
     await asyncio.sleep(0.3)
@@ -207,7 +202,6 @@ async def test_never_unloaded_by_default(house, chat):
 
 
 async def test_a_request_that_comes_while_it_is_unloaded_loads_it_again(house, chat):
-    """H6"""
     client, loads, models = await house("a")
     await client.post("/v1/models/a/load")
     first, stopping = loads["a"].made[0], asyncio.Event()

@@ -64,7 +64,6 @@ async def test_the_official_client_chats(kit):
 
 
 async def test_keepalives_do_not_disturb_the_official_client(kit):
-    """A33"""
     release = asyncio.Event()
     service = kit.Service([release, *kit.HELLO])
     async with (
@@ -148,7 +147,6 @@ async def exchange(kit, address: str, *pieces: bytes) -> bytes:
     ids=["many", "huge", "endless value", "endless name"],
 )
 async def test_a_huge_head_is_a_431(kit, pieces):
-    """A30"""
     async with kit.server(kit.Service(kit.HELLO), max_head_bytes=1000) as address:
         answer = await exchange(kit, address, b"GET /health/live HTTP/1.1\r\n", *pieces)
         assert answer.startswith(b"HTTP/1.1 431 ")
@@ -170,7 +168,6 @@ async def test_what_is_no_http_is_a_400_of_the_contract(kit):
 
 
 async def test_the_port_is_open_while_models_load(kit, chat):
-    """H3"""
     service = kit.Service(kit.HELLO)
     service.phase = Phase(name="weights", progress=0.5)
     async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
@@ -214,7 +211,6 @@ async def ready_server(kit, service, **options):
 
 
 async def test_sigterm_refuses_new_requests_and_lets_running_ones_end(kit, chat):
-    """H4"""
     release = asyncio.Event()
     service = kit.Service([release, *kit.HELLO])
     async with ready_server(kit, service, drain_s=30.0) as (running, client):
@@ -234,7 +230,6 @@ async def test_sigterm_refuses_new_requests_and_lets_running_ones_end(kit, chat)
 
 
 async def test_sigterm_while_a_model_loads_stops_at_once(kit):
-    """H4"""
     service = kit.Service()
     service.phase = Phase(name="weights")
     settings = ServerOptions(port=0)
@@ -248,7 +243,6 @@ async def test_sigterm_while_a_model_loads_stops_at_once(kit):
 
 @pytest.mark.parametrize("how", ["bound", "second signal"])
 async def test_draining_has_an_end(kit, chat, how):
-    """H4"""
     service = kit.Service([*kit.HELLO, asyncio.Event()])
     async with ready_server(kit, service, drain_s=0.05 if how == "bound" else 60.0) as (running, client):
         request = asyncio.create_task(client.post(CHAT, json=chat(stream=True)))

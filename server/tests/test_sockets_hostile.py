@@ -57,7 +57,7 @@ ITEM = ("conversation.item.added", "conversation.item.done")
 
 
 async def test_many_requests_share_one_writer(kit):
-    """F10: every frame is one whole message, and those of a request come in order."""
+    """Every frame is one whole message, and those of a request come in order."""
     numbers = np.arange(20_000, dtype=np.float32)  # in JSON encoded in threads, all at once
     tiny = service(kit, [ArrayDelta(numbers[:n], stream="x") for n in (20_000, 1, 20_000, 2)])
     async with kit.server(tiny) as address, opened(address, ROUTES[0]) as socket:
@@ -77,7 +77,6 @@ async def test_many_requests_share_one_writer(kit):
 
 @by_route
 async def test_too_large_a_message_is_told_and_the_socket_goes_on(kit, route):
-    """F10"""
     async with kit.server(service(kit), max_socket_message_bytes=1000) as address, opened(address, route) as socket:
         await socket.send(asks(route, "x" * 1000))
         while (event := json.loads(await socket.recv()))["type"] == "session.created":
@@ -90,7 +89,7 @@ async def test_too_large_a_message_is_told_and_the_socket_goes_on(kit, route):
 
 @by_route
 async def test_a_message_far_too_large_closes_the_socket_and_no_other(kit, route, caplog):
-    """F10: while the server writes, too."""
+    """While the server writes, too."""
     tiny = service(kit, [*[TextDelta("x" * 100)] * 300, asyncio.Event()])
     async with kit.server(tiny, max_socket_message_bytes=1000) as address:
         async with opened(address, route) as socket:
@@ -109,7 +108,7 @@ async def test_a_message_far_too_large_closes_the_socket_and_no_other(kit, route
 @by_route
 @pytest.mark.parametrize("how", ["aborted", "closed", "unread"])
 async def test_who_floods_and_leaves_costs_no_error(kit, route, how, caplog):
-    """F10: what is sent to a client that has gone is nobody's fault."""
+    """What is sent to a client that has gone is nobody's fault."""
     tiny = service(kit, [*[TextDelta("x" * 2000)] * 50, asyncio.Event()])
     async with kit.server(tiny, max_socket_requests=10_000) as address:
         async with opened(address, route) as socket:

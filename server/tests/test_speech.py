@@ -109,7 +109,6 @@ async def test_an_error_after_it_is_the_last_event(kit: Any, speaking: Any) -> N
 
 @pytest.mark.parametrize("how", [{}, {"stream": False}, {"stream_format": "sse"}, {"input": "a|b"}])
 async def test_no_sound_at_all_is_no_empty_file(kit: Any, speaking: Any, how: dict[str, Any]) -> None:
-    """D1"""
     reply = await ask(kit, speaking([AudioDelta(np.zeros(0, np.float32), 8000)]), **how)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "nothing_to_speak")
 
@@ -127,7 +126,6 @@ async def test_who_cancels_before_the_first_sound_is_told_so(kit: Any, speaking:
 
 
 async def test_silence_of_the_model_is_kept_alive(kit: Any, speaking: Any) -> None:
-    """A33, A34"""
     gate = asyncio.Event()
     service = speaking([TONE, gate, TONE])
     async with kit.client(service, keepalive_s=0.02) as client:
@@ -207,7 +205,6 @@ async def test_a_piece_waits_while_the_queue_is_full(kit: Any, speaking: Any, mo
 
 
 async def test_a_server_that_stops_lets_all_pieces_end(kit: Any, speaking: Any) -> None:
-    """H4"""
     gate = asyncio.Event()
     service = speaking(lambda number: [TONE] if number else [gate, TONE])
     async with kit.client(service) as client:
@@ -254,7 +251,7 @@ async def _read(answer: Any) -> int:
 
 
 async def test_all_pieces_name_the_same_clip(kit: Any, speaking: Any) -> None:
-    """D28: the reference is encoded once."""
+    """The reference is encoded once."""
     out = io.BytesIO()
     soundfile.write(out, np.linspace(-1, 1, 400), 8000, format="WAV")
     coded = base64.b64encode(out.getvalue()).decode()
@@ -285,7 +282,6 @@ async def test_a_clip_goes_with_the_default_voice_and_no_other(kit: Any, speakin
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])
 async def test_speed_is_the_model_s_knob(kit: Any, speaking: Any, speed: float) -> None:
-    """D6"""
     service = speaking()
     assert (await ask(kit, service, speed=speed)).status_code == 200
     assert service.tasks[0].knobs.speed == speed

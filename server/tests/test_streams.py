@@ -114,7 +114,7 @@ async def test_an_error_before_the_first_event_has_its_status(kit, route):
 
 @by_route
 async def test_silence_is_filled_with_events_that_clients_understand(kit, route):
-    """A33, A34: neither a comment nor a line that is no JSON; and what the client reads is what it would have read."""
+    """Neither a comment nor a line that is no JSON; and what the client reads is what it would have read."""
     first, *rest = ROUTES[route][2]
     gate = asyncio.Event()
     tiny = service(kit, [first, gate, *rest])
@@ -156,7 +156,6 @@ def joined(events):
 
 
 async def test_silence_in_json_lines_is_an_object_too(kit):
-    """A33, A34"""
     gate = asyncio.Event()
     tiny = service(kit, [TextDelta("a"), gate])
     async with kit.client(tiny, keepalive_s=0.02) as client:

@@ -125,7 +125,7 @@ async def test_a_window_that_goes_on_with_another_waits_for_room_as_well(kit: An
 
 @pytest.mark.parametrize("stream", ["true", "false"])
 async def test_a_server_that_stops_lets_a_clip_end(kit: Any, stream: str) -> None:
-    """H4: also the windows of it that have not begun."""
+    """Also the windows of it that have not begun."""
     gate = asyncio.Event()
     tiny = service(kit, lambda n: [TextDelta("one"), gate, window(1.0)] if n == 0 else [TextDelta("two")])
     async with kit.client(tiny) as client:
@@ -173,7 +173,7 @@ async def test_windows_that_have_not_begun_do_not_after_a_cancel(kit: Any) -> No
 
 
 async def test_a_model_on_demand_is_loaded_once_for_a_clip(kit: Any) -> None:
-    """H6: however long its processor looks at the clip before the first window."""
+    """However long its processor looks at the clip before the first window."""
     made = []
 
     def make() -> Any:
@@ -238,7 +238,6 @@ async def test_an_error_has_its_status_until_something_was_said(kit: Any) -> Non
 
 
 async def test_the_end_of_a_window_that_the_model_left_out_is_heard_again(kit: Any) -> None:
-    """E18"""
     rest = TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE), RATE), offset=0.4)
     scripts = [
         [TextDelta("one"), SegmentDelta(0.0, 0.4, "one"), rest],
@@ -274,7 +273,6 @@ async def test_a_window_may_be_heard_again_instead(kit: Any) -> None:
 
 
 async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:
-    """E18"""
     tiny = service(kit, [TextDelta("cut")])
 
     async def cut_short(*arguments: Any, generate: Any = tiny.generate) -> Any:
@@ -289,7 +287,6 @@ async def test_an_answer_that_ended_at_its_limit_says_so(kit: Any) -> None:
 
 
 async def test_a_window_cut_short_whose_rest_is_heard_again_lacks_nothing(kit: Any) -> None:
-    """E18"""
     rest = TranscriptionTask(knobs=None, want=("text",), audio=Audio(np.zeros(RATE // 2), RATE), offset=0.5)
     tiny = service(kit, lambda n: [TextDelta("one"), rest] if n == 0 else [TextDelta("two")])
 
@@ -306,7 +303,7 @@ async def test_a_window_cut_short_whose_rest_is_heard_again_lacks_nothing(kit: A
 
 @pytest.mark.parametrize("stream", ["true", "false"])
 async def test_a_clip_without_windows_is_empty(kit: Any, stream: str) -> None:
-    """E1: a processor may find that nobody speaks."""
+    """A processor may find that nobody speaks."""
     tiny = service(kit, [TextDelta("you")])
     tiny.processor.windows = lambda task: ()
     async with kit.client(tiny) as client:
@@ -356,7 +353,6 @@ async def test_fields_reach_the_task(kit: Any) -> None:
 
 
 async def test_a_greedy_model_takes_no_other_temperature(kit: Any) -> None:
-    """E14"""
     from mstar.spec.knobs import Knobs
 
     tiny = service(kit, [TextDelta("x")], knobs=Knobs)
@@ -385,7 +381,6 @@ async def test_a_client_that_leaves_ends_every_window(kit: Any, stream: str) -> 
 
 
 async def test_a_file_over_the_limit(kit: Any) -> None:
-    """E20"""
     tiny = service(kit, [TextDelta("x")])
     async with kit.client(tiny, max_file_bytes=20_000) as client:
         reply = await post(client)

@@ -144,7 +144,6 @@ async def test_a_client_that_leaves_is_not_waited_for(kit):
 
 
 async def test_other_tenants_videos_are_not_there(kit, monkeypatch):
-    """H9."""
     service = kit.Service((FRAMES,), **SPEC)
     async with kit.client(service) as client:
         tenant = "ann"
@@ -285,7 +284,7 @@ def streams(path):
 
 @pytest.mark.parametrize("channels", [None, 1, 2])
 def test_sound_lies_beside_the_frames(tmp_path, channels):
-    """G11: whatever comes first."""
+    """Whatever comes first."""
     writer = ClipWriter(tmp_path / "a.mp4")
     samples = np.zeros((8000,) if channels is None else (8000, channels), np.float32)
     for number in range(3):

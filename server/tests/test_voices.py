@@ -44,7 +44,6 @@ async def upload(client: httpx.AsyncClient, name: Any = "Zoë", data: bytes | No
 
 
 async def test_every_voice_has_the_same_shape(kit: Any, speaking: Any) -> None:
-    """D36"""
     silent = kit.Service(key="silent", outputs=("text",))
     async with kit.client(speaking(), silent) as client:
         made = (await upload(client, ref_text="what is said", language="fr")).json()
@@ -87,7 +86,6 @@ async def test_a_model_without_clips_refuses_an_uploaded_voice(kit: Any, speakin
 
 
 async def test_a_voice_survives_a_restart_and_ends_with_its_deletion(kit: Any, speaking: Any, tmp_path: Path) -> None:
-    """D34"""
     async with kit.client(speaking(), state_dir=tmp_path) as client:
         made = (await upload(client)).json()
     files = sorted((tmp_path / "voices").iterdir())
@@ -103,7 +101,6 @@ async def test_a_voice_survives_a_restart_and_ends_with_its_deletion(kit: Any, s
 
 
 async def test_parallel_uploads_lose_none(kit: Any, speaking: Any, tmp_path: Path) -> None:
-    """D34"""
     async with kit.client(speaking(), state_dir=tmp_path) as client:
         replies = await asyncio.gather(*(upload(client, f"v{number}") for number in range(12)))
         assert {reply.status_code for reply in replies} == {200}
@@ -117,7 +114,6 @@ async def test_parallel_uploads_lose_none(kit: Any, speaking: Any, tmp_path: Pat
     ["../../etc/passwd", "/etc/passwd", "a\\b", "..", ".hidden", "%2e%2e%2fx", "a\0b", "a\nb", "", "x" * 129, "C:x"],
 )
 async def test_names_that_could_be_paths_are_refused(kit: Any, speaking: Any, name: str, tmp_path: Path) -> None:
-    """D17"""
     async with kit.client(speaking(), state_dir=tmp_path) as client:
         reply = await upload(client, name)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "name")
@@ -126,7 +122,6 @@ async def test_names_that_could_be_paths_are_refused(kit: Any, speaking: Any, na
 
 @pytest.mark.parametrize("path", ["%2e%2e", "..%00", "a%5cb", "%252e%252e", "..%2f..%2fetc%2fpasswd"])
 async def test_no_path_reaches_a_file(kit: Any, speaking: Any, path: str) -> None:
-    """D17, H10"""
     async with kit.client(speaking()) as client:
         for method in ("GET", "DELETE"):
             reply = await client.request(method, f"/v1/audio/voices/{path}")
@@ -157,7 +152,7 @@ async def test_no_path_reaches_a_file(kit: Any, speaking: Any, path: str) -> Non
 async def test_wrong_uploads_name_the_field(
     kit: Any, speaking: Any, fields: dict[str, str], files: dict[str, bytes], param: str
 ) -> None:
-    """D19: what is no sound is not opened as anything else."""
+    """What is no sound is not opened as anything else."""
     parts = {name: ("x.wav", data) for name, data in files.items()} or {"": ("", b"")}
     async with kit.client(speaking()) as client:
         if not files:
@@ -204,7 +199,6 @@ def quiet() -> Audio:
 
 @pytest.mark.parametrize("on_disk", [True, False])
 async def test_a_quiet_clip_is_kept_as_it_is(on_disk: bool, tmp_path: Path) -> None:
-    """D31"""
     store = VoiceStore(tmp_path if on_disk else None, 4)
     voice = await store.add("", "quiet", quiet(), "hush", None)
     sample = await store.sample(voice)
@@ -213,7 +207,6 @@ async def test_a_quiet_clip_is_kept_as_it_is(on_disk: bool, tmp_path: Path) -> N
 
 
 async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
-    """H9"""
     store = VoiceStore(tmp_path, 4)
     voice = await store.add("one", "a", quiet(), "", None)
     await store.add("two", "a", quiet(), "", None)

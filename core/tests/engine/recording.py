@@ -13,7 +13,7 @@ from mstar.nn.node import Node, Sampled, Step
 from mstar.resources.attention.base import KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention, _TorchKVPlan, _TorchRaggedPlan
-from mstar.resources.sampler import SamplerView
+from mstar.resources.sampler_view import SamplerView
 from mstar.resources.staging import Stage
 from mstar.spec.deployment import EngineOptions
 from mstar.testing.drive import Driver

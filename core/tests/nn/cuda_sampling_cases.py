@@ -223,7 +223,7 @@ def test_the_sampler_draws_the_same_tokens_with_it(chosen: list[dict[str, Any]])
         context = ResourceContext(torch.device(device), torch.float32, len(chosen), stage=Stage(device))
         resource = SamplerResource("sampler", Sampler(vocab=600), context)
         if fused:
-            resource._fused = cuda_sampling.sample
+            resource._choosing.fused = cuda_sampling.sample
         owners = [Owner(str(i)) for i in range(len(chosen))]
         for owner, each in zip(owners, chosen, strict=True):
             resource.reserve(owner, 1)

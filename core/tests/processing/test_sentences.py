@@ -37,7 +37,6 @@ def squeezed(pieces: list[str]) -> str:
     ],
 )
 def test_sentences(text: str, language: str | None, expected: list[str]) -> None:
-    """D1, D27"""
     assert sentences(text, language) == expected
 
 

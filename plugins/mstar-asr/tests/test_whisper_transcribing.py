@@ -53,7 +53,7 @@ def times(heard: Heard) -> list[tuple[float, float, str]]:
 
 
 def test_the_next_window_begins_where_the_last_segment_ended(model: WhisperProcessor) -> None:
-    """E15, E18: what the window's end cut off is heard whole in the next one, which knows what was said before."""
+    """What the window's end cut off is heard whole in the next one, which knows what was said before."""
     heard = hear(
         model,
         asked(70.0),
@@ -186,7 +186,7 @@ def test_segments_without_words_or_time_are_dropped(model: WhisperProcessor) -> 
 
 
 def test_only_windows_in_which_somebody_speaks_are_heard(model: WhisperProcessor) -> None:
-    """E1: whatever the model would invent about silence."""
+    """Whatever the model would invent about silence."""
     samples = spoken([(70.0, babble(1.0)), (131.0, babble(2.0))], 200.0)
     heard = hear(model, asked(samples), lambda n: Says((0.0, f" ah{n}", 13.0)))
     assert heard.offsets == [60.0, 120.0]
@@ -196,7 +196,6 @@ def test_only_windows_in_which_somebody_speaks_are_heard(model: WhisperProcessor
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_nobody_speaks(model: WhisperProcessor, chunked: bool) -> None:
-    """E1, E2"""
     noise = np.random.default_rng(1).normal(0, 0.1, 45 * RATE).astype(np.float32)
     tone = (0.3 * np.sin(np.arange(45 * RATE) * 0.2)).astype(np.float32)
     for samples in (np.zeros(45 * RATE, np.float32), noise, tone, np.zeros(0, np.float32), np.zeros(100, np.float32)):
@@ -204,7 +203,7 @@ def test_nobody_speaks(model: WhisperProcessor, chunked: bool) -> None:
 
 
 def test_an_answer_that_ended_before_the_speech_did_is_gone_on_with(model: WhisperProcessor) -> None:
-    """E18: a single timestamp at the end says that nobody speaks any more; the voice detector knows better."""
+    """A single timestamp at the end says that nobody speaks any more; the voice detector knows better."""
     samples = spoken([(1.0, babble(12.0))], 20.0)
     script = [Says((0.0, " One.", 4.0)), Says((0.0, " Two.", 9.0))]
     heard = hear(model, asked(samples), script)

@@ -70,7 +70,6 @@ def test_a_rotated_photo_is_put_upright():
 
 @pytest.mark.parametrize("size", [(20_000, 20_000), (101, 100)])
 def test_a_huge_image_is_refused_from_its_header(size):
-    """C6"""
     with pytest.raises(RequestError) as caught:
         decode_file(png_that_claims(*size), "", "", "f", OPTIONS)
     assert (caught.value.code, caught.value.param, caught.value.status) == ("image_too_large", "f", 400)
@@ -78,7 +77,6 @@ def test_a_huge_image_is_refused_from_its_header(size):
 
 @pytest.mark.parametrize("data", [image_file("JPEG")[:-40], image_file("PNG")[:50], b"GIF8", b"not an image", b""])
 def test_a_damaged_image_is_a_400(data):
-    """C1"""
     with pytest.raises(MediaFault) as caught:
         here("image", data)
     assert (caught.value.status, caught.value.code) == (400, "invalid_image")
@@ -116,7 +114,6 @@ def test_an_animation_is_its_first_frame():
 
 @pytest.mark.parametrize("size", [(500, 19), (1, 3000), (3, 7)])
 def test_odd_shapes_are_kept(size):
-    """C8"""
     assert pixels_of(saved(Pillow.new("RGB", size))).shape == (size[1], size[0], 3)
 
 
@@ -134,7 +131,6 @@ def test_audio_becomes_mono_at_its_own_rate(kind):
 
 @pytest.mark.parametrize("container", ["mp3", "opus", "aac", "m4a", "webm", "mov", "mka", "flac"])
 def test_every_container_is_decoded(container):
-    """E5, E6"""
     got, rate = samples(av_file(container))
     assert rate == (48_000 if container == "webm" else 16_000)
     assert len(got) / rate == pytest.approx(1.0, abs=0.11)  # AAC has a delay and a last frame that is filled up
@@ -150,7 +146,6 @@ def test_the_sound_of_a_video_is_audio_when_audio_is_wanted():
 
 
 def test_the_loudest_and_the_quietest_samples_are_kept():
-    """D31"""
     got, _ = samples(sound_file(np.asarray([-32768, 32767, 1, 0], np.int16), 16_000))
     assert got.tolist() == pytest.approx([-1.0, 32767 / 32768, 1 / 32768, 0.0])
 
@@ -181,7 +176,6 @@ def test_an_unknown_container_is_a_415_that_lists_the_known_ones():
 
 @pytest.mark.parametrize("container", ["opus", "mp3", "m4a", "webm"])
 def test_a_long_file_is_stopped_while_it_decodes(container):
-    """C18"""
     with pytest.raises(MediaFault, match="limit of 1 s") as caught:
         samples(av_file(container, 3.0), max_audio_s=1.0)
     assert caught.value.code == "audio_too_long"
@@ -191,7 +185,6 @@ def test_a_long_file_is_stopped_while_it_decodes(container):
 
 
 def test_a_header_that_lies_about_its_length_does_not_help():
-    """C18"""
     data = bytearray(av_file("flac", 3.0))
     assert data[:4] == b"fLaC"
     packed = struct.unpack(">Q", data[18:26])[0]
@@ -277,7 +270,6 @@ def test_a_video_of_unknown_length_is_thinned_while_it_decodes():
 
 
 def test_a_video_that_ends_early_is_what_there_is():
-    """C14"""
     data = fragmented()
     assert 1 <= len(video_of(data[: int(len(data) * 0.9)], Sampling(fps=10))[0]) <= 20
     container = bytearray(video_file(sound=False))
@@ -316,7 +308,6 @@ def test_videos_over_the_limits_are_refused():
 
 
 def test_frames_sent_as_images_are_a_video():
-    """C15"""
     files = [saved(Pillow.new("RGB", (4, 3), (shade, 0, 0)), "JPEG") for shade in (10, 200)]
     decoded, output = here("frames", b"".join(files), Sampling(fps=1), tuple(map(len, files)))
     assert decoded.fps == 1

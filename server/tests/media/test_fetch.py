@@ -167,7 +167,6 @@ async def test_a_file_is_fetched_from_the_address_that_was_judged(remote, names)
     ],
 )
 async def test_what_cannot_or_must_not_be_fetched_is_a_4xx(remote, names, url, said, code):
-    """C4, C9"""
     fetch = fetcher(fetch_timeout_s=1.0 if "/slow" in url else 10.0)
     with pytest.raises(RequestError, match=said) as caught:
         await fetch.fetch(url.replace("PORT", str(remote.port)), "messages[0].content[1].image_url")
@@ -196,7 +195,6 @@ async def test_only_named_hosts_if_there_are_any(remote, names):
      "http://0x7f.1:PORT/", "http://169.254.169.254/latest/meta-data/", "http://10.0.0.1/"],
 )  # fmt: skip
 async def test_private_addresses_are_refused_by_default(remote, url):
-    """C9"""
     fetch = Fetcher(ServerOptions(allow_remote_media=True))
     with pytest.raises(RequestError) as caught:
         await fetch.fetch(url.replace("PORT", str(remote.port)), "p")
@@ -206,7 +204,6 @@ async def test_private_addresses_are_refused_by_default(remote, url):
 
 
 async def test_nothing_is_fetched_unless_allowed(remote):
-    """C9, C12"""
     media = Media(ServerOptions())
     with pytest.raises(RequestError, match="does not fetch URLs") as caught:
         await media.decode([item("image", f"http://outside.test:{remote.port}/a.png")])

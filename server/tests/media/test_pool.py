@@ -22,7 +22,6 @@ def make(processes=2, timeout_s=30.0, max_waiting=100, memory=1 << 30):
 
 
 async def test_a_decoder_that_crashes_costs_its_own_request_only(caplog):
-    """C21"""
     media = make()
     try:
         good = [media.decode([item("image", PNG)]) for _ in range(6)]

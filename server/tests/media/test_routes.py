@@ -36,7 +36,6 @@ async def ask(client, *parts):
 
 
 async def test_every_kind_of_part_arrives_decoded_in_its_place(kit):
-    """C3, C15"""
     service = kit.Service(kit.HELLO, **SEES)
     parts = [
         {"type": "text", "text": "a"},
@@ -80,7 +79,6 @@ async def test_every_kind_of_part_arrives_decoded_in_its_place(kit):
     ],
 )  # fmt: skip
 async def test_a_bad_part_is_named(kit, part, param, status, code):
-    """C1, C3, C4, C6"""
     async with kit.client(kit.Service(kit.HELLO, **SEES)) as client:
         reply = await ask(client, {"type": "text", "text": "x"}, part)
     error = reply.json()["error"]
@@ -102,7 +100,6 @@ async def test_what_the_model_does_not_take_is_refused_before_it_is_decoded(kit)
 
 
 async def test_as_many_files_as_allowed_and_not_one_more(kit):
-    """C17"""
     image = {"type": "image_url", "image_url": data_url(image_file("PNG"))}
     service = kit.Service(kit.HELLO)
     async with kit.client(service, max_files=3) as client:
@@ -147,7 +144,6 @@ async def test_uploads_are_decoded_and_large_ones_are_not_read_into_memory(kit):
 
 
 async def test_an_upload_over_the_cap_is_a_413_while_memory_stays(kit):
-    """E20"""
 
     async def zeros(megabytes):
         yield b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\n'

@@ -124,7 +124,6 @@ async def test_a_text_is_answered(kit, talk):
 
 
 async def test_speech_is_answered_with_speech(kit, talk):
-    """F1"""
     sound = AudioDelta(np.full(800, 0.25, np.float32), 8000)
     tiny = chat(kit, [TextDelta("Hi", (1,)), sound, sound], outputs=("text", "audio"))
     async with talk(tiny) as client:
@@ -174,7 +173,6 @@ async def test_speech_interrupts_the_answer(kit, talk):
 
 
 async def test_a_transcription_session_writes_down_and_never_answers(kit, talk):
-    """F4"""
     async with talk(scribe(kit), query="?intent=transcription&model=scribe") as client:
         assert (await client.hear())["session"]["type"] == "transcription"
         await client.update(type="transcription", audio={"input": {"turn_detection": None}})
@@ -288,7 +286,7 @@ async def test_nothing_more_is_told_of_a_live_turn_that_is_cleared(kit, talk):
 
 
 async def test_a_live_turn_whose_client_says_nothing_more_does_not_keep_the_session(kit, talk):
-    """F11: nor the model's place that it holds."""
+    """Nor the model's place that it holds."""
     fed = scribe(kit, (TextDelta("well"), asyncio.Event()), live=(LiveInput("audio", "audio"),))
     async with talk(fed, query="?model=scribe", realtime_idle_s=0.3) as client:
         await client.update(**MANUAL)
@@ -402,7 +400,6 @@ async def test_items_are_kept_shown_deleted_and_truncated(kit, talk):
 
 @pytest.mark.parametrize("how", ["header", "subprotocol"])
 async def test_the_beta_has_its_own_names(kit, talk, how):
-    """F6"""
     extra = (
         {"headers": {"OpenAI-Beta": "realtime=v1"}}
         if how == "header"
@@ -432,7 +429,6 @@ async def test_the_beta_has_its_own_names(kit, talk, how):
 
 
 async def test_the_betas_transcription_sessions(kit, talk):
-    """F6"""
     beta = {"OpenAI-Beta": "realtime=v1"}
     async with talk(chat(kit), scribe(kit), query="?intent=transcription", headers=beta) as client:
         assert (await client.hear())["type"] == "transcription_session.created"
@@ -470,7 +466,6 @@ WRONG = [
 
 
 async def test_whatever_is_wrong_is_told_and_the_session_goes_on(kit, talk):
-    """F6, F10"""
     async with talk(chat(kit), max_socket_message_bytes=2000) as client:
         await client.hear()
         for text, param in WRONG:
@@ -497,7 +492,6 @@ async def test_a_model_that_cannot_is_told_before_the_end(kit, talk, query, word
 
 
 async def test_an_idle_session_ends_with_a_reason_and_a_busy_one_does_not(kit, talk):
-    """F11"""
     gate = asyncio.Event()
     async with talk(chat(kit, [gate, TextDelta("late")]), realtime_idle_s=0.3) as client:
         await client.say("response.create")
@@ -510,7 +504,6 @@ async def test_an_idle_session_ends_with_a_reason_and_a_busy_one_does_not(kit, t
 
 
 async def test_pings_are_answered_while_a_model_thinks(kit, talk):
-    """F9"""
     async with talk(chat(kit, [asyncio.Event()])) as client:
         await client.say("response.create")
         await client.until("response.created")

@@ -3,115 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.nn import ops, sampling
-from mstar.nn.node import Sampled
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row, State
 from mstar.resources.grammars import GrammarCompiler
+from mstar.resources.sampler_choosing import Choosing
 from mstar.resources.sampler_edits import Edits, Masks, bias_room
 from mstar.resources.sampler_history import TokenHistories, flags_of
 from mstar.resources.sampler_rows import Constraint, ConstraintFactory, RowParams, SlotParams, SlotTable
+from mstar.resources.sampler_view import SamplerView, Variant
 from mstar.resources.slotted import SlotResource, check_budget
 from mstar.resources.staging import Late, Stage, to_device
 from mstar.spec.errors import RequestError
-from mstar.spec.request import EngineRequest, SamplingParams, TokenLogprob
+from mstar.spec.request import EngineRequest, SamplingParams
 from mstar.spec.resources import Sampler
 
-__all__ = ["Constraint", "ConstraintFactory", "SamplerResource", "SamplerView"]
+__all__ = ["Constraint", "ConstraintFactory", "SamplerResource"]
 
 _REMEMBERED = 8
 """Sets of rows whose parameters are kept: a step's, with and without padding, and those of steps that take turns."""
-
-
-class Variant(NamedTuple):
-    """What a captured step does: whether unlikely tokens are dropped, whether logits are edited before, and how many
-    entries of ``logit_bias`` there may be."""
-
-    filters: bool = False
-    edits: bool = False
-    bias: int = 0
-
-
-class SamplerView:
-    """One step of the sampler. ``step["sampler"].sample(logits)``."""
-
-    index: Tensor
-    numbers_sent: Tensor
-
-    def __init__(self, resource: SamplerResource):
-        self._resource = resource
-        self._logits: list[Tensor] = []
-        self.sampled: list[Tensor] = []
-        """int64 ``[rows]``, one for each call of :meth:`sample`."""
-
-    def fill(
-        self,
-        rows: RowParams,
-        index: Tensor,
-        numbers: Tensor,
-        real: int,
-        filters: bool,
-        edits: Edits | None,
-        replay: bool,
-    ) -> None:
-        """Plan a step of *rows*, of which the first *real* are no padding.
-
-        :param index: int64 ``[rows]``: each row's slot. :param numbers: float64 ``[calls, rows]``: random numbers for
-            so many uses of the sampler. :param replay: the node is not called; a graph repeats what its calls did.
-        """
-        self.rows, self.index, self.numbers_sent, self.real = rows, index, numbers, real
-        self.filters, self.edits = filters, edits
-        if not replay:
-            self.sampled, self._logits = [], []
-
-    def sample(self, logits: Tensor) -> Sampled:
-        """Choose one token per row. *logits*: ``[rows, vocab]`` in row order, any float dtype; they are not changed.
-
-        May be called several times in a step (one call per codebook): each call uses random numbers of its own;
-        penalties, ``min_tokens`` and constraints see tokens of earlier steps only. Rows whose call is not complete are
-        sampled to no consequence.
-        """
-        expected = (len(self.rows.slots), self._resource.spec.vocab)
-        if tuple(logits.shape) != expected:
-            raise ValueError(
-                f"{self._resource.name}: logits are {tuple(logits.shape)}, expected [rows, vocab] {expected}"
-            )
-        call = len(self.sampled)
-        ids = self._resource.choose(logits, self, call)
-        self.sampled.append(ids)
-        self._logits.append(logits)
-        return Sampled(ids, partial(self._report, call))
-
-    def numbers(self, call: int) -> Tensor:
-        """The rows' random numbers for the *call*-th use, float64 ``[rows]``; anything if no row draws."""
-        if call < len(self.numbers_sent):
-            return self.numbers_sent[call]
-        return self._resource.more_numbers(self.rows, call)  # it is used more often than ever before
-
-    def _report(self, call: int) -> Callable[[], list[TokenLogprob | None]] | None:
-        wanted, count = self.rows.reports, self.real
-        if wanted is None:
-            return None
-        sampled = self.sampled[call][wanted.where]
-        tables = sampling.token_logprobs(self._logits[call][wanted.where], sampled, max(wanted.alternatives))
-        late = [Late(tensor) for tensor in (sampled, *tables)]
-
-        def read() -> list[TokenLogprob | None]:
-            reports: list[TokenLogprob | None] = [None] * count
-            ids, chosen, values, tokens = (one.values() for one in late)
-            found = sampling.as_reports(ids, chosen, values, tokens, wanted.alternatives)
-            for row, report in zip(wanted.rows, found, strict=True):
-                reports[row] = report
-            return reports
-
-        return read
 
 
 class SamplerResource(SlotResource):
@@ -152,13 +67,12 @@ class SamplerResource(SlotResource):
         if constraints is None and context.vocabulary is not None:
             constraints = GrammarCompiler(context.vocabulary, spec.vocab).matcher
         self._constraints = constraints
-        self._fused = ops.fused_sample(self._device)
         fixed = self._device.type == "cuda"
         if fixed:
             what = f"the token counts of {context.max_owners} contexts"
             check_budget(name, what, context.max_owners, 4 * spec.vocab + flags_of(spec.vocab), context, spare=1)
             # without the kernels, filters ask the device
-            self.capturable = self.capturable_chunks = self._fused is not None
+            self.capturable = self.capturable_chunks = ops.fused_sample(self._device) is not None
         # The last slot is that of the rows which pad a captured step.
         self._padding = context.max_owners
         self._table = SlotTable(context.max_owners + 1, self._device)
@@ -167,7 +81,7 @@ class SamplerResource(SlotResource):
         self._keys = np.zeros(context.max_owners + 1, dtype=np.uint64)
         self._drawn = np.zeros(context.max_owners + 1, dtype=np.int64)
         self._histories = TokenHistories(spec.vocab, self._device, rows=context.max_owners if fixed else None)
-        self._scratch = torch.empty(2, 0, spec.vocab, device=self._device)
+        self._choosing = Choosing(spec.vocab, self._device, self._table, self._histories)
         self._gathered: dict[tuple[int, ...], RowParams] = {}  # by slots, until a slot changes hands
         self._pending: SamplerView | None = None
         self._most_calls = 1  # uses of the sampler in one step, so far
@@ -329,7 +243,7 @@ class SamplerResource(SlotResource):
             if len(self._gathered) >= _REMEMBERED:
                 self._gathered.clear()
             states = [self._states[slot] for slot in slots]
-            found = RowParams.gather(slots, states, self._table, by_slot=self._fused is not None)
+            found = RowParams.gather(slots, states, self._table, by_slot=self._choosing.fused is not None)
             self._gathered[slots] = found
         return found
 
@@ -391,77 +305,10 @@ class SamplerResource(SlotResource):
     def rollback(self, rows: Sequence[Row], frozen: bool = False) -> None:
         self._pending = None
 
-    # --- choosing -----------------------------------------------------------------------------------------------------
     def choose(self, logits: Tensor, view: SamplerView, call: int) -> Tensor:
         """Token ids int64 ``[rows]`` for the step's *call*-th use of the sampler, called by the view; −1 for a row
         whose logits hold a NaN or +inf."""
-        rows, numbers = view.rows, view.numbers(call)
-        if self._fused is not None:
-            return self._fused(*self._read(logits, view, numbers))
-        scores = self._changed(logits, view)
-        if rows.all_greedy:
-            ids = sampling.argmax(scores)
-            # A NaN anywhere in a row wins its argmax.
-            return _marked(ids, scores.gather(1, ids.unsqueeze(1)).squeeze(1))
-        greedy = sampling.argmax(scores) if rows.greedy is not None else None
-        work, keep = self._workspace(len(logits))
-        torch.mul(scores, rows.inverse_temperature, out=work)
-        best = work.amax(dim=-1)
-        if rows.filters:
-            torch.ge(work, self._threshold(work, best, rows).unsqueeze(1), out=keep)
-        weights = work.sub_(best.unsqueeze(1)).exp_()
-        if rows.filters:
-            weights.mul_(keep)
-        ids = sampling.draw(weights, numbers)
-        if rows.greedy is not None and greedy is not None:
-            ids = torch.where(rows.greedy, greedy, ids)
-        return _marked(ids, best)
-
-    def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Two float32 ``[rows, vocab]``, kept between steps: fresh memory of this size costs more than the maths on it.
-        The second holds 0 and 1: comparing into float32 and multiplying is faster than a mask of booleans."""
-        if self._scratch.shape[1] < rows:
-            with torch.inference_mode(False):
-                self._scratch = torch.empty(2, rows, self.spec.vocab, device=self._device)
-        return self._scratch[0, :rows], self._scratch[1, :rows]
-
-    def _read(
-        self, logits: Tensor, view: SamplerView, numbers: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, bool, sampling.Changes | None]:
-        """What the kernels read: they change logits by masks and penalties as they come by, and by no bias."""
-        changes = None if view.edits is None else view.edits.changes(self._histories)
-        if view.edits is not None and changes is None:
-            logits = self._changed(logits, view)
-        elif view.edits is not None and view.edits.bias is not None:
-            logits = self._copy(logits)
-            sampling.add_bias(logits, *view.edits.bias)
-        return logits, view.index, self._table.floats, self._table.top_k, numbers, view.filters, changes
-
-    def _changed(self, logits: Tensor, view: SamplerView) -> Tensor:
-        """The logits with bias, masks and penalties: *logits* itself when nothing applies, else a float32 copy."""
-        if view.edits is None:
-            return logits
-        scores = self._copy(logits)
-        view.edits.apply(scores, view.index, self._table.floats, self._histories)
-        return scores
-
-    def _copy(self, logits: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return self._workspace(len(logits))[0].copy_(logits)
-        return logits.to(torch.float32, copy=True)  # of a graph's own memory, which graphs share
-
-    @staticmethod
-    def _threshold(scores: Tensor, best: Tensor, rows: RowParams) -> Tensor:
-        """The least logit that top-k, top-p and min-p keep in each row: ``[rows]``, minus infinity without a filter."""
-        threshold = torch.full_like(best, -torch.inf)
-        if rows.sorting is not None:
-            index, top_k, top_p, max_k = rows.sorting
-            part = scores if index is None else scores[index]
-            found = sampling.filter_threshold(part, top_k, top_p, max_k)
-            threshold = found if index is None else threshold.index_copy_(0, index, found)
-        if rows.min_p is not None:
-            threshold = torch.maximum(threshold, sampling.min_p_threshold(best, rows.min_p))
-        return threshold
+        return self._choosing.choose(logits, view, view.numbers(call))
 
     # --- books --------------------------------------------------------------------------------------------------------
     def device_bytes(self) -> int:
@@ -475,8 +322,3 @@ class SamplerResource(SlotResource):
         held = sum(state.history is not None for state in self._states.values())
         if held != self._histories.used:
             raise IntegrityError(f"{self.name}: {self._histories.used} token histories in use, {held} owned by slots")
-
-
-def _marked(ids: Tensor, best: Tensor) -> Tensor:
-    """*ids* with −1 in the rows whose best score is no finite number."""
-    return ids.masked_fill_(best.isfinite().logical_not_(), -1)

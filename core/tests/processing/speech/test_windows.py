@@ -89,7 +89,6 @@ def test_windows_of_a_task_know_their_place() -> None:
 
 
 def test_a_rest_is_what_still_sounds() -> None:
-    """E18"""
     samples = speech(10, [(8.0, 10.0)])
     rest = rest_of(task(samples), 4.0)
     assert rest is not None

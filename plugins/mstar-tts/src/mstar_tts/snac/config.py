@@ -71,10 +71,5 @@ class SnacConfig:
         return math.prod(self.rates)
 
     @property
-    def frame_codes(self) -> int:
-        """Codes of a frame: one of the coarsest codebook, and those of the others within its time."""
-        return sum(self.strides[0] // stride for stride in self.strides)
-
-    @property
     def frame_samples(self) -> int:
         return self.strides[0] * self.hop
