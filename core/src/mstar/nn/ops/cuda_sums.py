@@ -21,6 +21,11 @@ have the same bits, whatever the size of the message, as ranks must that sample 
 A program that waits occupies its place, so all of a call must have one at once: :data:`PROGRAMS` small ones do on any
 GPU that has NVLink. If a peer dies, the others wait until somebody ends them, as in a kernel of NCCL: the worker's
 watch over its ranks does.
+
+*Hosts.* While a kernel waits, its process may be held up: to load a kernel that was never used, or to allocate, the
+driver may wait for what runs. That is no harm as long as no process waits for another's between two calls: the one that
+has made fewer calls is held up by none of them, since the others' words are there. So a step is told to all ranks
+before any begins it, and two ranks in one process must have loaded everything before.
 """
 
 from __future__ import annotations
