@@ -18,9 +18,12 @@ from mstar.nn.mesh import World, _added
 from mstar.nn.ops import cuda, cuda_linear, cuda_sums, pdl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
 TIMES = 1000
+KEPT: list[Tensor] = []
+"""Memory that only an address tells of."""
 # The interpreter cuts bfloat16 off where a GPU rounds to nearest.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}
 
@@ -155,6 +158,60 @@ def test_which_messages_are_taken() -> None:
         ((2, 4), torch.int32, False),
     ]:
         assert cuda_sums.takes(mail, torch.zeros(shape, dtype=dtype)) is taken
+
+
+# --- a rank whose peers say what it says ------------------------------------------------------------------------------
+def echoing(size: int, room: int = 1 << 18, programs: int = cuda_sums.PROGRAMS) -> cuda_sums.Mail:
+    """The way of rank 0 to peers whose inboxes are where it looks for what they send."""
+    inbox = torch.zeros(2, size, room, dtype=torch.int64, device=DEVICE)
+    KEPT.append(inbox)
+    addresses = [inbox.data_ptr() + peer * room * inbox.itemsize for peer in range(size)]
+    calls = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
+    return cuda_sums.Mail(0, size, room, torch.tensor(addresses, device=DEVICE), calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_echoes_are_added_and_gathered(dtype: torch.dtype, size: int) -> None:
+    mail = echoing(size)
+    for call, shape in enumerate([(1, 8), (3, 640), (1, 8), (2, 1024), (5, 6)]):
+        x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(call)).to(DEVICE, dtype)
+        stream = torch.full_like(x, 3)
+        cuda_sums.add(mail, stream, x)
+        assert torch.equal(stream, 3 + size * x)
+        assert torch.equal(cuda_sums.gather(mail, x), torch.cat([x] * size, 1))
+        assert torch.equal(cuda_sums.reduce(mail, x.clone()), size * x)
+
+
+@on_gpu
+@pytest.mark.timeout(40, method="thread")
+@pytest.mark.parametrize("rows", [1, 8])
+def test_between_products_that_read_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of kernels that are launched early the bits are those of one kernel after the other."""
+    layers, width, mail = 12, 2048, echoing(2)
+    weights = [(drawn(0, layer, width, width, dtype=torch.bfloat16) / 64).cuda() for layer in range(layers)]
+    norm, start = torch.ones(width, device="cuda").bfloat16(), drawn(9, 0, rows, width, dtype=torch.bfloat16).cuda()
+    x = start.clone()
+
+    def step() -> None:
+        x.copy_(start)
+        for weight in weights:
+            normed = cuda.add_rms_norm(x, None, norm, 1e-6)
+            part = cuda_linear.linear(normed, weight, None)
+            cuda_sums.add(mail, x, torch.mm(normed, weight.T) if part is None else part)
+
+    step()
+    expected = x.clone()
+    monkeypatch.setattr(pdl, "_on", torch.cuda.get_device_capability() >= (9, 0))
+    step()  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for _ in range(200):
+        x.zero_()
+        graph.replay()
+        assert torch.equal(x, expected)
 
 
 # --- two ranks on one GPU ---------------------------------------------------------------------------------------------

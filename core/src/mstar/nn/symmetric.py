@@ -9,12 +9,15 @@ Multicast is not used.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mstar.nn import ops
+
+if TYPE_CHECKING:
+    from mstar.nn.ops.cuda_sums import Mail
 
 __all__ = ["SymmetricReducer", "symmetric_fault"]
 
@@ -44,24 +47,30 @@ class SymmetricReducer:
         fault = symmetric_fault(device)
         if fault is not None:
             raise RuntimeError(fault)
-        import torch.distributed._symmetric_memory as symmetric
-
         from mstar.nn.ops import cuda_sums
+
+        self._handle, self._device, self._sums = handle, device, cuda_sums
+        self._kept: list[Any] = []
+        self._mail = self._opened(most // 4, cuda_sums.PROGRAMS)
+
+    def _opened(self, room: int, programs: int) -> Mail:
+        """A way to the peers, in memory of its own."""
+        import torch.distributed._symmetric_memory as symmetric
 
         # without it torch makes a multicast object for every buffer, whose faults outlive the process
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-        rank, size, room = handle.rank(), handle.size(), most // 4
+        rank, size, device = self._handle.rank(), self._handle.size(), self._device
         inbox = symmetric.empty(2, size, room, dtype=torch.int64, device=device)
         inbox.zero_()
-        calls = torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32, device=device)
+        calls = torch.zeros(programs, dtype=torch.int32, device=device)
         # No rank returns from the meeting before all have come to it, so nothing is sent into what is not yet zeros.
         torch.cuda.synchronize(device)
-        self._shared = symmetric.rendezvous(inbox, handle.group_name)
-        self._inbox = inbox
-        buffers = [self._shared.get_buffer(peer, inbox.shape, inbox.dtype) for peer in range(size)]
+        shared = symmetric.rendezvous(inbox, self._handle.group_name)
+        self._kept += [inbox, shared]
+        buffers = [shared.get_buffer(peer, inbox.shape, inbox.dtype) for peer in range(size)]
         addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=device)
-        self._sums, self._mail = cuda_sums, cuda_sums.Mail(rank, size, room, addresses, calls)
+        return self._sums.Mail(rank, size, room, addresses, calls)
 
     def takes(self, x: Tensor) -> bool:
         """Whether *x* is a message for it: decided by shape and dtype, so alike on every rank."""
