@@ -74,6 +74,23 @@ def test_the_architecture_page_names_every_folder_of_the_core() -> None:
     assert [folder for folder in sorted(folders) if f"`{folder}/" not in text] == []
 
 
+def test_the_architecture_page_says_where_every_file_is() -> None:
+    """By its path, or by a folder of files that are told together. ``plugin.py`` is the same in every plugin."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/.]+)`", text))
+    told = {name.rstrip("/") for name in named if name.count("/") and not name.endswith(".py")}
+    sources = [ROOT / "core/src/mstar", ROOT / "server/src", *(ROOT / "plugins").glob("*/src")]
+    unnamed = [
+        name
+        for source in sources
+        for path in source.rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py", "plugin.py")
+        if (name := path.relative_to(source).as_posix()) not in named
+        if not any(name.startswith(f"{folder}/") for folder in told)
+    ]
+    assert unnamed == [], "give them a row in docs/architecture.md"
+
+
 def test_the_graph_of_the_concepts_page_is_sound() -> None:
     (source,) = [block for block in blocks("docs/concepts.md", "python") if "Graph(" in block]
     names: dict[str, Any] = {}

@@ -81,7 +81,9 @@ def mstar_models():
     specs = {mini.key: mini.spec for mini in MINIATURES}
     return [
         *(spec for spec in specs.values() if spec.key != "mini_planner"),
-        replace(specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",)),
+        replace(
+            specs["mini_planner"], processor=__name__ + ":Sizes", abilities=("chat",), inputs=("text", "image")
+        ),
         replace(specs["mini_chat"], key="speaker", abilities=("speech",)),
         replace(specs["mini_chat"], key="musing", processor=__name__ + ":Musing"),
         replace(specs["mini_chat"], key="chatty", processor=__name__ + ":Chatty", model=__name__ + ":ChattyModel"),
@@ -310,6 +312,18 @@ def test_a_faulty_file_is_a_fault_found(toys: Run, tmp_path: Path) -> None:
     assert status == 1
     one, two = err.splitlines()
     assert (one.startswith(f"{file}:"), two.startswith(f"{file}:")) == (True, True)
+
+
+def test_a_file_of_a_kind_that_the_model_does_not_take_is_refused_before_it_is_loaded(
+    toys: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mstar.runtime.local.load", None)
+    file = tmp_path / "a.wav"
+    with wave.open(str(file), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(800))
+    status, _, err = toys("run", "mini_planner", "Hi", "--file", str(file))
+    assert (status, err) == (2, f"'--file {file}': the file is audio, which the model does not take; it takes image\n")
 
 
 def test_a_damaged_file_is_named(toys: Run, tmp_path: Path) -> None:

@@ -75,6 +75,16 @@ def test_another_class_is_not_guessed(tmp_path: Path) -> None:
         TextTokenizer(tmp_path)
 
 
+def test_a_folder_of_something_else_is_told_by_what_it_holds(tmp_path: Path) -> None:
+    for name in ("model_index.json", "vae"):
+        (tmp_path / name).touch()
+    with pytest.raises(SetupError, match=r"holds no model of texts, but model_index\.json, vae$"):
+        TextTokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SetupError, match="older layout"):
+        TextTokenizer(tmp_path)
+
+
 def test_ids_that_do_not_follow_are_a_fault(tmp_path: Path) -> None:
     files(tmp_path, first=9000)
     with pytest.raises(SetupError, match="is to have id 9000"):

@@ -74,6 +74,7 @@ def request_cancelled() -> RequestError:
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
+    """*error* as every route's JSON has it."""
     param = None if error.param is None else _readable(error.param)
     return {"error": {"message": _readable(error.message), "type": error.type, "param": param, "code": error.code}}
 

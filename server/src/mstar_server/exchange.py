@@ -52,6 +52,7 @@ def current() -> Exchange | None:
 
 
 def new_id() -> str:
+    """The id of a request that came without one."""
     return f"req-{uuid.uuid4().hex}"
 
 

@@ -29,6 +29,7 @@ def named_event(value: Mapping[str, Any]) -> bytes:
 
 
 def json_line(value: Any) -> bytes:
+    """*value* as a line of a stream of JSON lines."""
     return _encode(value) + b"\n"
 
 

@@ -15,7 +15,7 @@ from mstar.spec.errors import SetupError, counted
 from mstar.spec.placement import ranks_of
 
 if TYPE_CHECKING:
-    from mstar.runtime.checking import Checked
+    from mstar.runtime.checked import Checked
 
 __all__ = ["register"]
 

@@ -120,7 +120,7 @@ def _task(arguments: argparse.Namespace, spec: ModelSpec) -> Task:
     knobs = validate_knobs(spec.knobs, _knobs(arguments.set))
     want = tuple(word.strip() for word in (arguments.want or "").split(",") if word.strip())
     check_wanted(spec, want)
-    parts = tuple(_part(file) for file in arguments.file)
+    parts = tuple(_part(file, spec) for file in arguments.file)
     if kind == "chat":
         said = (*parts, Text(text)) if text else parts
         system = [] if arguments.system is None else [Message("system", (Text(arguments.system),))]
@@ -169,14 +169,15 @@ def _knobs(words: Sequence[str]) -> dict[str, Any]:
     return knobs
 
 
-def _part(file: Path) -> Part:
+def _part(file: Path, spec: ModelSpec) -> Part:
     try:
         data = file.read_bytes()
     except OSError as error:
         raise SetupError(f"--file {file}: {error.strerror or error}") from None
     media_type = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
     decode, options = _of_server("media.decoder:decode_file"), _of_server("options:ServerOptions")
-    part: Part = decode(data, file.name, media_type, f"--file {file}", options())
+    takes = tuple(kind for kind in spec.inputs if kind != "text")
+    part: Part = decode(data, file.name, media_type, f"--file {file}", options(), takes)
     return part
 
 

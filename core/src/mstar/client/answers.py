@@ -99,6 +99,7 @@ def result_of(body: Mapping[str, Any]) -> Result:
 
 
 def usage_of(report: Mapping[str, Any] | None) -> Usage:
+    """A usage report without the fields that this client does not know."""
     known = {name: value for name, value in (report or {}).items() if name in Usage.__struct_fields__}
     return Usage(**known)
 
@@ -154,6 +155,7 @@ def _bytes(data: str) -> bytes:
 
 
 def unknown_answer(what: str) -> RequestError:
+    """What a client of ours is told when a server answers *what* it does not expect."""
     return RequestError(f"the server sent {what}; is it newer than this client?", code="bad_answer", status=502)
 
 

@@ -12,6 +12,8 @@ __all__ = ["EagerRunner"]
 
 
 class EagerRunner(Runner):
+    """Calls the entry as the plain method that it is."""
+
     def run(self, node: Node, entry: str, step: Step, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         method = node if entry == "forward" else getattr(node, entry)
         outputs: Mapping[str, Any] = method(step, **inputs)

@@ -80,6 +80,7 @@ def make_step(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Step:
+    """What the node of *entry* is told of a step of *work*. Rows and tokens that pad a captured step are counted in."""
     lane = stage.lane
     if lane is not None and lane.tokens == lane.rows:
         # nothing of it differs from step to step: it is on the device from the lane's first one on

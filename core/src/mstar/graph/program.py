@@ -93,6 +93,8 @@ class LoopOp:
 
 @dataclass(slots=True, eq=False)
 class LoopEndOp:
+    """Behind a loop's body: back to its head, at this place in the program, to be judged."""
+
     loop: LoopOp
     head: int
 
@@ -107,23 +109,29 @@ class DraftOp:
 
 @dataclass(slots=True, eq=False)
 class DraftEndOp:
+    """Behind a draft's body: what its calls added to contexts is taken back."""
+
     draft: DraftOp
 
 
 @dataclass(slots=True, eq=False)
 class ForkOp:
+    """Go on at each of *branches* at once, and at *next* when all have come to their join."""
+
     branches: list[int] = field(default_factory=list)
     next: int = -1
 
 
 @dataclass(slots=True, eq=False)
 class JoinOp:
+    """The end of a branch of *fork*."""
+
     fork: ForkOp
 
 
 @dataclass(slots=True, eq=False)
 class EndOp:
-    pass
+    """The end of a walk."""
 
 
 Op = CallOp | LoopOp | LoopEndOp | DraftOp | DraftEndOp | ForkOp | JoinOp | EndOp

@@ -94,6 +94,7 @@ class Ref:
 
 
 def torch_dtype(name: str, model: torch.dtype) -> torch.dtype:
+    """The dtype that a port's *name* stands for; ``model`` is that of the model."""
     return model if name == "model" else getattr(torch, name)
 
 
@@ -158,4 +159,5 @@ def gather_stacked(refs: Sequence[Ref]) -> Tensor:
 
 
 def gather_list(refs: Sequence[Ref]) -> list[Tensor]:
+    """Rows of a ``list`` port: each request's tensor by itself."""
     return [ref.tensor() for ref in refs]

@@ -29,6 +29,9 @@ __all__ = ["ChatTemplate", "TextTokenizer", "read_json"]
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_SHOWN = 8
+"""Names of a folder that is not a model's, in the error that says so."""
+
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in file *name*, empty when there is no such file. Raises ``SetupError`` when it is broken."""
@@ -42,6 +45,11 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise SetupError(f"{path}: expected a JSON object")
     return content
+
+
+def _content(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "") or "nothing"
 
 
 class TextTokenizer:
@@ -71,6 +79,9 @@ class TextTokenizer:
             older = read_bpe(self.folder, self.config)
             if older is not None:
                 return older
+            if not any((self.folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+                there = _content(self.folder)
+                raise SetupError(f"{path} is missing: {self.folder} holds no model of texts, but {there}")
             raise SetupError(
                 f"{path} is missing. A model in an older layout can be converted once with transformers: "
                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"

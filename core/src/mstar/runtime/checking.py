@@ -6,11 +6,9 @@ faults are listed at once. Pools and nodes are made on torch's meta device, wher
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,18 +21,15 @@ from mstar.nn.model import Model
 from mstar.registry import load_object
 from mstar.resources.base import Resource, ResourceContext
 from mstar.resources.staging import Stage
+from mstar.runtime.checked import Checked, Fault, NodeSize, PoolSize
+from mstar.runtime.checked_deployment import Where, read_deployment, usable
 from mstar.runtime.deployment_files import (
-    Written,
-    file_deployment,
-    key_paths,
-    packaged_deployment,
-    packaged_name,
     read_file,
 )
 from mstar.runtime.opening import find_model, value_faults
 from mstar.spec.check import faults as graph_faults
 from mstar.spec.check import params_of
-from mstar.spec.deployment import Deployment, merge_deployment
+from mstar.spec.deployment import Deployment
 from mstar.spec.errors import (
     DeploymentError,
     FaultFound,
@@ -48,10 +43,8 @@ from mstar.spec.errors import (
 from mstar.spec.graph import Graph
 from mstar.spec.knobs import read_options
 from mstar.spec.model import ModelSpec
-from mstar.spec.origin import describe
 from mstar.spec.placement import layout_of, users_of
 from mstar.spec.processor import ProcessorContext
-from mstar.spec.resources import ResourceSpec
 from mstar.weights.sources import (
     SourceContext,
     check_checkpoint,
@@ -71,98 +64,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["Checked", "Fault", "NodeSize", "PoolSize", "check_model", "find_target"]
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing to change. *file*: where it stands (a deployment file, or ``"module:Class"``); *key*: which key of it,
-    empty when the whole is meant; *line*: of a deployment file, from 1."""
-
-    file: str
-    key: str
-    message: str
-    line: int | None = None
-
-    def __str__(self) -> str:
-        place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.key}: {self.message}" if self.key else f"{place}: {self.message}"
-
-
-@dataclass(frozen=True)
-class NodeSize:
-    """A node's module. *bytes*: of its parameters and buffers in the deployment's dtype; *step_bytes*: what its largest
-    steps need on a GPU, beside the reserve that every model has."""
-
-    name: str
-    module: str
-    parameters: int
-    bytes: int
-    step_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class PoolSize:
-    """A resource's pool. *units*: pages or slots; *owners*: contexts that may be open at once; *full_requests*: how
-    many requests of the longest length it holds together, ``None`` when length does not matter."""
-
-    name: str
-    kind: str
-    units: int
-    bytes: int
-    owners: int
-    full_requests: int | None
-
-
-@dataclass
-class Checked:
-    """What a check found. ``graph`` and what follows it are there as far as the faults allow.
-
-    :ivar complete: every check ran; else further faults may show once these are mended.
-    :ivar left_out: keys without which model and processor were made, because their values are at fault. What is made
-        so may fail for want of them: that is no fault of its own.
-    :ivar remarks: what could not be checked here though it is no fault, in sentences.
-    """
-
-    spec: ModelSpec
-    weights: Path | None = None
-    deployment: Deployment | None = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    model: Model | None = None
-    graph: Graph | None = None
-    declared: Mapping[str, ResourceSpec] = field(default_factory=dict)
-    nodes: list[NodeSize] = field(default_factory=list)
-    pools: list[PoolSize] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    complete: bool = False
-    left_out: tuple[str, ...] = ()
-    remarks: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def stage(self, file: str, key: str = "") -> Iterator[None]:
-        """Whatever goes wrong inside is a fault of *file*, and the check goes on after it. A family's own code may
-        raise anything here: that is what a check is for."""
-        try:
-            yield
-        except Exception as error:
-            if self.left_out and file in (self.spec.model, self.spec.processor):
-                log.debug("%s without %s", file, ", ".join(self.left_out), exc_info=error)
-            else:
-                self.faults += self._faults_of(error, file, key)
-
-    def _faults_of(self, error: Exception, file: str, key: str) -> list[Fault]:
-        if isinstance(error, DeploymentError):
-            return [Fault(file, path, message) for path, message in error.faults]
-        if isinstance(error, MstarError):
-            return [Fault(file, key, str(error))]
-        log.debug("%s", file, exc_info=error)
-        return [Fault(file, key, describe(error, (self.spec.model, self.spec.processor)))]
-
-    def has_fault(self, file: str, key: str) -> bool:
-        return any((fault.file, fault.key) == (file, key) for fault in self.faults)
+__all__ = ["check_model", "find_target"]
 
 
 def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None]:
@@ -195,7 +97,7 @@ def check_model(
     """
     checked = Checked(spec)
     _check_names(checked, registry)
-    deployment, where = _deployment(checked, config)
+    deployment, where = read_deployment(checked, config)
     if weights is not None:
         check_override(weights)
         deployment = deployment.model_copy(update={"weights": weights})
@@ -203,7 +105,7 @@ def check_model(
     checked.faults += [Fault(where.file_of(key), key, fault) for key, fault in unusable]
     checked.left_out = tuple(key for key, _ in unusable if key.partition(".")[0] in ("model_kwargs", "weights"))
     _check_kinds(checked, deployment, registry, where)
-    deployment = checked.deployment = _usable(deployment, [key for key, _ in unusable])
+    deployment = checked.deployment = usable(deployment, [key for key, _ in unusable])
     checked.weights = _folder(spec, deployment.weights, registry, settings)
     if not checked.left_out:
         _check_processor(checked, deployment)
@@ -217,23 +119,6 @@ def check_model(
         for fault in checked.faults
     ]
     return checked
-
-
-@dataclass(frozen=True)
-class _Where:
-    """Where the deployment's keys stand: in what ships with the package, or in a *file*, with *lines*."""
-
-    packaged: str
-    packaged_keys: frozenset[str]
-    file: str | None
-    lines: Mapping[str, int]
-
-    def file_of(self, key: str) -> str:
-        """Where the key at path *key* got its value, or the innermost key around it; else where one would write it."""
-        if self.file is None:
-            return self.packaged
-        packaged = innermost(dict.fromkeys(self.packaged_keys, True), key)
-        return self.packaged if packaged and innermost(self.lines, key) is None else self.file
 
 
 def _device(name: str | None) -> torch.device:
@@ -258,48 +143,7 @@ def _check_names(checked: Checked, registry: Registry) -> None:
             registry.weight_source(ref.source)
 
 
-def _deployment(checked: Checked, config: Path | None) -> tuple[Deployment, _Where]:
-    """The deployment; keys at fault are left out, so that the check can go on."""
-    spec, package = checked.spec, packaged_name(checked.spec)
-    packaged: dict[str, Any] = {}
-    with checked.stage(package):
-        packaged = packaged_deployment(spec)
-    try:
-        written = file_deployment(spec, config)
-    except DeploymentError as error:
-        written = Written(faults=error.faults)
-    where = _Where(package, frozenset(key_paths(packaged)), None if config is None else str(config), written.lines)
-    checked.faults += [Fault(str(config), path, message) for path, message in written.faults]
-    layers = [packaged, written.values]
-    try:
-        return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ())), where
-    except DeploymentError as error:
-        for path, message in error.faults:
-            checked.faults.append(Fault(where.file_of(path), path, message))
-            layers = [_without(layer, path) for layer in layers]
-        return merge_deployment(spec.key, *layers), where
-
-
-def _usable(deployment: Deployment, unusable: Iterable[str]) -> Deployment:
-    """*deployment* without the keys at the paths *unusable*."""
-    values = deployment.model_dump()
-    for path in unusable:
-        values = _without(values, path)
-    return Deployment.model_validate(values)
-
-
-def _without(layer: Mapping[Any, Any], path: str) -> dict[Any, Any]:
-    """*layer* without the key at *path*, or the nearest one above it that is no mapping."""
-    kept = dict(layer)
-    for key, value in layer.items():  # a key may be no text, or have dots in it
-        if path == str(key) or (path.startswith(f"{key}.") and not isinstance(value, Mapping)):
-            del kept[key]
-        elif path.startswith(f"{key}."):
-            kept[key] = _without(value, path.removeprefix(f"{key}."))
-    return kept
-
-
-def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, where: _Where) -> None:
+def _check_kinds(checked: Checked, deployment: Deployment, registry: Registry, where: Where) -> None:
     """What the deployment names must be importable; that it is there has been checked."""
     lookups: Mapping[str, tuple[Callable[[str], Any], str]] = {
         "executor": (registry.executor, deployment.executor),
@@ -362,7 +206,7 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
-def _check_model(checked: Checked, deployment: Deployment, registry: Registry, where: _Where) -> None:
+def _check_model(checked: Checked, deployment: Deployment, registry: Registry, where: Where) -> None:
     spec, device, dtype = checked.spec, checked.device, checked.dtype
     assert device is not None
     assert dtype is not None
@@ -416,7 +260,7 @@ def _strange_params(spec: ModelSpec, graph: Graph) -> Iterator[str]:
 
 
 def _check_nodes(
-    checked: Checked, model: Model, graph: Graph, deployment: Deployment, meshes: Mapping[str, Mesh], where: _Where
+    checked: Checked, model: Model, graph: Graph, deployment: Deployment, meshes: Mapping[str, Mesh], where: Where
 ) -> None:
     """Build each node as one of its ranks has it."""
     device, dtype = checked.device, checked.dtype
@@ -441,7 +285,7 @@ def _check_nodes(
             checked.faults += [Fault(where.file_of(key), key, fault) for fault in mesh_faults(spec.name, node, mesh)]
 
 
-def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: _Where) -> None:
+def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry: Registry, where: Where) -> None:
     """Make each rank's pools beside the weights of its nodes. Those of a resource are told once."""
     layout, users = layout_of(deployment.placement, [node.name for node in plan.graph.nodes]), users_of(plan.graph)
     for rank in range(layout.ranks):
@@ -458,7 +302,7 @@ def _check_rank(
     plan: Plan,
     deployment: Deployment,
     registry: Registry,
-    where: _Where,
+    where: Where,
 ) -> None:
     device, dtype = checked.device, checked.dtype
     assert device is not None

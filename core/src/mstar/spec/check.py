@@ -47,6 +47,7 @@ def check_graph(model: str, graph: Graph, resources: Mapping[str, ResourceSpec])
 
 
 def faults(graph: Graph, resources: Mapping[str, ResourceSpec]) -> Iterator[str]:
+    """All that keeps *graph* from running with *resources*, a sentence each; nothing if it is sound."""
     yield from _unique("node", (n.name for n in graph.nodes))
     yield from _unique("stream", (s.name for s in graph.streams))
     yield from _unique("partition", (p.name for p in graph.partitions))

@@ -18,6 +18,7 @@ def pcm16(samples: Any) -> bytes:
 
 
 def channels(samples: Any) -> int:
+    """Of ``[samples]`` or ``[samples, channels]``."""
     return 1 if samples.ndim == 1 else int(samples.shape[1])
 
 

@@ -33,6 +33,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Text:
+    """A part of a message that is text."""
+
     text: str
 
 
@@ -150,6 +152,8 @@ class ChatTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionTask(Task):
+    """Text that goes on from a prompt: text, or the ids of its tokens."""
+
     prompt: str | Sequence[int]
 
 

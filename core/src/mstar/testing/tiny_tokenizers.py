@@ -67,6 +67,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 def write_folder(
     folder: Path, tokenizer: Tokenizer | None = None, template: str | None = TEMPLATE, **config: Any
 ) -> Path:
+    """Write *tokenizer*, by default one of bytes, to *folder* in the published layout, *config* as its settings."""
     tokenizer = tokenizer or byte_level()
     tokenizer.save(str(folder / "tokenizer.json"))
     facts = {"eos_token": {"content": EOS}, "bos_token": "<|im_start|>"}

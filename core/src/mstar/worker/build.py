@@ -51,6 +51,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Built:
+    """What a worker runs; of a layout with several ranks, what one rank has.
+
+    :ivar accord: by which the ranks of its mesh tell each other whether a step has failed on all of them.
+    """
+
     model: Model
     plan: Plan
     resources: dict[str, Resource]

@@ -45,6 +45,10 @@ _LANES_RESERVE = 1 << 29
 
 
 def pick_device(name: str | None) -> torch.device:
+    """The device that *name* says, by default a GPU if there is one.
+
+    :raises SetupError: a GPU is asked for and there is none.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -274,11 +274,15 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="ki
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """A value that rank 0 asked for."""
+
     rank: int
     contents: Contents
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind"):
+    """State that rank 0 asked for, on its way to another rank."""
+
     rank: int
     move: int
     held: list[Held]

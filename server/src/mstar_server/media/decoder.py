@@ -134,10 +134,17 @@ class Media:
         return await Source.of_bytes(*frames), tuple(map(len, frames))
 
 
-def decode_file(data: bytes, name: str, media_type: str, param: str, options: ServerOptions) -> Part:
+def decode_file(
+    data: bytes,
+    name: str,
+    media_type: str,
+    param: str,
+    options: ServerOptions,
+    takes: tuple[str, ...] = MODALITIES,
+) -> Part:
     """*data* as the part that its first bytes say it is, decoded in this process: for a user's own files, and slowly
-    enough to need a thread. Raises :class:`RequestError`."""
-    item = Item("any", data, param, name=name, media_type=media_type)
+    enough to need a thread. Raises :class:`RequestError`, also for a kind that is none of *takes*."""
+    item = Item("any", data, param, takes=takes, name=name, media_type=media_type)
     source = asyncio.run(Source.of_bytes(data))
     output = anonymous_file()
     try:
@@ -145,7 +152,7 @@ def decode_file(data: bytes, name: str, media_type: str, param: str, options: Se
         if decoder is None:
             return File(data, name, media_type)
         limits = MediaLimits.of(options)
-        job = Job(decoder=decoder, limits=limits, sampling=Sampling(audio=True), takes=MODALITIES)
+        job = Job(decoder=decoder, limits=limits, sampling=Sampling(audio=True), takes=takes)
         return _part(DECODERS[decoder](source.fd, job, Output(output, limits.max_decoded_bytes)), output)
     except MediaFault as fault:
         raise _request_error(fault, param) from None

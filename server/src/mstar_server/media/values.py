@@ -14,6 +14,7 @@ __all__ = ["array_from", "decode_base64", "split_data_url", "split_frames_url"]
 
 
 def decode_base64(text: str, param: str) -> bytes:
+    """The bytes that *text* stands for; refused by *param* if it is not base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

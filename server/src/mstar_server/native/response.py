@@ -81,10 +81,12 @@ def _words(delta: TextDelta | ReasoningDelta | ToolCallDelta | SegmentDelta) -> 
 
 
 def done_object(answer: Answer, reason: str | None = None) -> dict[str, Any]:
+    """The last object of an answer; *reason* instead of how it ended."""
     return {"type": "done", "finish_reason": reason or answer.finish_reason, "usage": usage_object(answer)}
 
 
 def usage_object(answer: Answer) -> dict[str, Any]:
+    """What an answer has used."""
     usage = answer.usage
     report: dict[str, Any] = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens}
     if usage is not None:

@@ -48,6 +48,7 @@ class Opening:
 
 
 def parse_opening(message: Mapping[str, Any], options: ServerOptions) -> Opening:
+    """The first message of a request: its body, the streams that stay open, and what goes into them at once."""
     stray = next((unknown_field(name, _OPENING) for name in message if name not in _OPENING), None)
     body = {name: value for name, value in message.items() if name in GenerateBody.model_fields and name in _OPENING}
     live = message.get("live", [])
@@ -58,6 +59,7 @@ def parse_opening(message: Mapping[str, Any], options: ServerOptions) -> Opening
 
 
 def parse_follow(message: Mapping[str, Any]) -> Follow:
+    """A later message of a request: items of streams, their end, or a cancel."""
     _known(message, _FOLLOW)
     append, end, cancel = message.get("append", {}), message.get("end_input", False), message.get("cancel", False)
     if not isinstance(append, dict):

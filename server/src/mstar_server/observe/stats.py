@@ -51,6 +51,7 @@ def stats_of(watch: RequestWatch, outcome: Outcome, reason: str, profile: Profil
 
 
 def log_stats(watch: RequestWatch, outcome: Outcome, reason: str, profile: Profile | None) -> None:
+    """Write the line of a request that has ended (``--log-stats``)."""
     figures = stats_of(watch, outcome, reason, profile)
     log.info("%s", _line(figures), extra={"fields": figures})
 

@@ -221,4 +221,5 @@ def token_bytes_of(processor: Processor) -> Callable[[int], bytes]:
 
 
 def texts(deltas: Sequence[Delta]) -> list[TextDelta]:
+    """Those of *deltas* that are text."""
     return [delta for delta in deltas if isinstance(delta, TextDelta)]

@@ -101,6 +101,7 @@ def knob_values(body: TextRequest, knobs: type[Knobs]) -> Knobs:
 
 
 def check_stream_options(body: TextRequest) -> None:
+    """Refuse ``stream_options`` where nothing is streamed, as OpenAI's server does."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream': true", param="stream_options")
 
@@ -115,12 +116,14 @@ def choices(n: int | None, options: ServerOptions) -> int:
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """``stop`` as a tuple, whichever way it came."""
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    """``logit_bias`` by token id; a 400 about it if one is no id or beyond ±100."""
     result: dict[int, float] = {}
     for token, value in (bias or {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 18):  # more digits are beyond 64 bits

@@ -105,6 +105,7 @@ def _done(run: WindowRun, transcript: Transcript, spell: Spell | None) -> dict[s
 
 
 def logprob_objects(logprobs: Sequence[TokenLogprob], spell: Spell) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, spelled as text and as bytes."""
     found = []
     for entry in logprobs:
         data = spell(entry.token)

@@ -40,6 +40,8 @@ class Content:
 
 @dataclass
 class Item:
+    """One thing in a conversation, as the protocol has it: a message, a call of a function, or what it gave."""
+
     type: str
     id: str = field(default_factory=lambda: new_id("item"))
     role: str = ""

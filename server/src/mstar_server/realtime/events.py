@@ -47,6 +47,7 @@ _BETA_PARTS = {"output_text": "text", "output_audio": "audio"}
 
 
 def new_id(prefix: str) -> str:
+    """An id of ours, as the protocol has them: *prefix* says of what."""
     return f"{prefix}_{uuid.uuid4().hex[:24]}"
 
 
@@ -74,6 +75,7 @@ def parse_event(text: str) -> dict[str, Any]:
 
 
 def text_field(event: Mapping[str, Any], name: str) -> str:
+    """The text *name* of *event*; a 400 about it if it is missing or no text."""
     value = event.get(name)
     if not isinstance(value, str):
         code = "missing_required_parameter" if value is None else "invalid_value"

@@ -30,6 +30,8 @@ class Transcribing:
 
 @dataclass(frozen=True)
 class SessionSettings:
+    """What a session has been told so far, checked."""
+
     kind: Kind = "realtime"
     instructions: str = ""
     modalities: tuple[str, ...] = ("text",)
@@ -101,6 +103,7 @@ def _flattened(session: Mapping[str, Any], param: str) -> dict[str, tuple[str, A
 
 
 def session_fields() -> set[str]:
+    """The keys of ``session`` that a client may send."""
     return {*_FLAT, *_KNOWN} - {"input_format", "output_format", "transcription"}
 
 

@@ -117,6 +117,7 @@ def divided(n: int, k: int, rows: int) -> int | None:
 
 
 def row_class(rows: int) -> int | None:
+    """The class that *rows* are cut as, by its largest number; ``None``: there are too many."""
     return next((most for most in CLASSES if rows <= most), None)
 
 

@@ -54,6 +54,7 @@ def filters_of(top_ks, slot, top_p, min_p, greedy, vocab: tl.constexpr):
 
 @triton.jit
 def least_by_min_p(min_p, best):
+    """The lowest score that min-p leaves beside the *best*; minus infinity without it."""
     return tl.where(min_p > 0, best + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 

@@ -56,5 +56,6 @@ def wait(pdl: tl.constexpr):
 
 @triton.jit
 def begin(pdl: tl.constexpr):
+    """Let the next kernel be launched, and wait for those before."""
     release(pdl)
     wait(pdl)

@@ -82,7 +82,9 @@ class KokoroConfig:
         """:raises WeightsError: a key is missing, or holds what no Kokoro has."""
         try:
             return cls._read(config)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise WeightsError(f"config.json is not that of a Kokoro model: it has no {error}") from error
+        except (TypeError, ValueError) as error:
             raise WeightsError(f"config.json is not that of a Kokoro model: {type(error).__name__}: {error}") from error
 
     @classmethod
