@@ -22,8 +22,6 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
 TIMES = 1000
-KEPT: list[Tensor] = []
-"""Memory that only an address tells of."""
 # The interpreter cuts bfloat16 off where a GPU rounds to nearest.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 0.0}
 
@@ -161,19 +159,10 @@ def test_which_messages_are_taken() -> None:
 
 
 # --- a rank whose peers say what it says ------------------------------------------------------------------------------
-def echoing(size: int, room: int = 1 << 18, programs: int = cuda_sums.PROGRAMS) -> cuda_sums.Mail:
-    """The way of rank 0 to peers whose inboxes are where it looks for what they send."""
-    inbox = torch.zeros(2, size, room, dtype=torch.int64, device=DEVICE)
-    KEPT.append(inbox)
-    addresses = [inbox.data_ptr() + peer * room * inbox.itemsize for peer in range(size)]
-    calls = torch.zeros(programs, dtype=torch.int32, device=DEVICE)
-    return cuda_sums.Mail(0, size, room, torch.tensor(addresses, device=DEVICE), calls)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2, 3])
-def test_echoes_are_added_and_gathered(dtype: torch.dtype, size: int) -> None:
-    mail = echoing(size)
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3)])
+def test_echoes_are_added_and_gathered(dtype: torch.dtype, rank: int, size: int) -> None:
+    mail = cuda_sums.echoing(rank, size, ROOM, torch.device(DEVICE))
     for call, shape in enumerate([(1, 8), (3, 640), (1, 8), (2, 1024), (5, 6)]):
         x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(call)).to(DEVICE, dtype)
         stream = torch.full_like(x, 3)
@@ -188,7 +177,7 @@ def test_echoes_are_added_and_gathered(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_between_products_that_read_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a graph of kernels that are launched early the bits are those of one kernel after the other."""
-    layers, width, mail = 12, 2048, echoing(2)
+    layers, width, mail = 12, 2048, cuda_sums.echoing(0, 2, ROOM, torch.device("cuda"))
     weights = [(drawn(0, layer, width, width, dtype=torch.bfloat16) / 64).cuda() for layer in range(layers)]
     norm, start = torch.ones(width, device="cuda").bfloat16(), drawn(9, 0, rows, width, dtype=torch.bfloat16).cuda()
     x = start.clone()
