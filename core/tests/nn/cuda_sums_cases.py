@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mstar.nn import symmetric
 from mstar.nn.mesh import World, _added
 from mstar.nn.ops import cuda, cuda_linear, cuda_sums, pdl
 
@@ -170,6 +171,17 @@ def test_echoes_are_added_and_gathered(dtype: torch.dtype, rank: int, size: int)
         assert torch.equal(stream, 3 + size * x)
         assert torch.equal(cuda_sums.gather(mail, x), torch.cat([x] * size, 1))
         assert torch.equal(cuda_sums.reduce(mail, x.clone()), size * x)
+
+
+@on_gpu
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reducer_finds_itself_right(rank: int) -> None:
+    device = torch.device("cuda")
+    reducer = symmetric.SymmetricReducer(None, device, 1 << 20, cuda_sums.echoing(rank, 2, 1 << 18, device)).echo()
+    assert int(symmetric._wrong(reducer, rank, [rank] * 2, device)) == 0
+    assert int(symmetric._wrong(reducer, rank, [1 - rank] * 2, device)) > 0
+    assert symmetric._settled(device)
 
 
 @on_gpu
@@ -332,8 +344,6 @@ class Two:
     """One of two ranks; :meth:`__call__` runs every check."""
 
     def __init__(self, meeting: str, rank: int):
-        from mstar.nn.symmetric import SymmetricReducer
-
         torch.cuda.set_device(rank)
         self.rank, self.device = rank, torch.device("cuda", rank)
         torch.distributed.init_process_group(
@@ -343,7 +353,7 @@ class Two:
         mesh = self.world.mesh([0, 1], tp=2)
         assert mesh is not None
         self.tp = mesh.tp
-        assert isinstance(self.tp.reducer, SymmetricReducer), "the sums go through NCCL"
+        assert isinstance(self.tp.reducer, symmetric.SymmetricReducer), "the sums go through NCCL"
         self.reducer = self.tp.reducer
 
     def __call__(self) -> None:
