@@ -3,16 +3,17 @@
     python benchmarks/ranks_gpu.py --out FILE.json                        # two GPUs: everything, in about six minutes
     python benchmarks/ranks_gpu.py --parts decode --symmetric-bytes 0 --out FILE.json
     python benchmarks/ranks_gpu.py --ranks 4 --parts check,sums,decode --out FILE.json
+    python benchmarks/ranks_gpu.py --ranks 1 --parts echo --shapes qwen3-8b --out FILE.json           # on one GPU
     python benchmarks/ranks_gpu.py --shapes tiny --device cpu --out FILE.json   # does it work? no figures
 
 Models have random weights at published shapes (``gpu/shapes.py``). Parts: ``check`` (all ranks say what one says, token
 for token in float32; always first), ``sums`` (one all-reduce of a step's size, by NCCL, in order, and through symmetric
 memory; a row's logits gathered), ``decode`` (tp = ranks beside tp = 1), ``timeline`` (the kernels of such steps on rank
-0), ``replicas`` (a replica on each GPU beside one), ``transfer`` (a context's pages from one GPU to another),
-``values`` (a value there and back as workers send it, by each way; half a minute), ``split`` (prompts and decoding
-apart, served, by each way that states move, beside one rank; of itself in a minute and a half with ``--parts split
---shapes llama-3.2-3b``). Each part runs in processes of its own; what breaks is reported, and the next goes on.
-NOTES.md says what is expected.
+0), ``echo`` (with ``--ranks 1`` only: steps of one rank of two, whose peer is always in time), ``replicas`` (a replica
+on each GPU beside one), ``transfer`` (a context's pages from one GPU to another), ``values`` (a value there and back as
+workers send it, by each way; half a minute), ``split`` (prompts and decoding apart, served, by each way that states
+move, beside one rank; of itself in a minute and a half with ``--parts split --shapes llama-3.2-3b``). Each part runs in
+processes of its own; what breaks is reported, and the next goes on. NOTES.md says what is expected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from common import ROOT, environment, table
 
 __all__ = ["main", "run_part"]
 
-PARTS = ("check", "sums", "decode", "timeline", "replicas", "transfer", "values", "split")
+PARTS = ("check", "sums", "decode", "timeline", "echo", "replicas", "transfer", "values", "split")
 SHAPES = ("llama-3.2-3b", "qwen3-8b")
 LIMIT_S = 240.0
 ALL_S = 480.0
@@ -123,10 +124,10 @@ def main() -> int:
     parser.add_argument("--early", action="store_true", help="with programmatic dependent launch")
     parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one")
     args = parser.parse_args()
-    usual = [part for part in PARTS if args.device == "cuda" or part != "timeline"]
+    usual = [part for part in PARTS if part != "echo" and (args.device == "cuda" or part != "timeline")]
     asked = usual if args.parts is None else args.parts.split(",")
-    if args.ranks < 2:
-        parser.error("--ranks: at least 2, a GPU each")
+    if args.ranks < 2 and asked != ["echo"]:
+        parser.error("--ranks: at least 2, a GPU each; 1 for --parts echo")
     if strange := set(asked) - set(PARTS):
         parser.error(f"no parts {', '.join(sorted(strange))}; there are {', '.join(PARTS)}")
     shapes = tuple(args.shapes.split(","))
@@ -135,7 +136,7 @@ def main() -> int:
     until = time.monotonic() + ALL_S
     with tempfile.TemporaryDirectory(prefix="mstar-checkpoints-") as temporary:
         folder = args.folder or Path(temporary)
-        for part in [part for part in PARTS if part in asked or part == "check"]:
+        for part in [part for part in PARTS if part in asked or (part == "check" and args.ranks > 1)]:
             left = until - time.monotonic()
             if left <= 0:
                 result = {"failed": f"nothing is begun after {ALL_S:.0f} s"}

@@ -32,6 +32,12 @@ def test_values_come_back_by_each_way(program: ModuleType, tmp_path: Path) -> No
     assert all(row["shm_us"] > 0 and row["gloo_us"] > 0 for row in found["rows"])
 
 
+def test_one_rank_of_two_decodes_by_itself(program: ModuleType, tmp_path: Path) -> None:
+    found = program.run_part("echo", ("tiny",), "cpu", 1, tmp_path, limit=120)
+    assert [row["batch"] for row in found["tiny"]["rows"]] == [1, 3]
+    assert all(row["divided_s"] > 0 for row in found["tiny"]["rows"])
+
+
 def test_a_part_that_cannot_be_is_told(program: ModuleType, tmp_path: Path) -> None:
     found = program.run_part("transfer", ("tinny",), "cpu", 2, tmp_path, limit=120)
     assert "tinny" in found["failed"]

@@ -24,6 +24,7 @@ from torch import Tensor
 from gpu.checkpoints import publish
 from gpu.child import failure
 from gpu.deploy import deployment
+from gpu.echo import echoing
 from gpu.engine import GREEDY, Engine
 from gpu.shapes import CHECKED, SHAPES, Sizes, sizes_of
 from gpu.timeline import profile_steps, show_timeline
@@ -241,6 +242,24 @@ class Ranks:
         engine.close()
         return rows
 
+    def echo(self) -> dict[str, Any]:
+        """Steps of one rank of two whose peer says at once what it says, beside one alone, and the kernels of both."""
+        self.publish(self.job.shapes)
+        group = echoing(2, self.device, self.job.symmetric_bytes)
+        x = torch.ones(1, 64, device=self.device)
+        if not bool((group.all_reduce(x) == 2).all()):
+            raise RuntimeError("what comes back is not what was sent")
+        half, found = Mesh(group, SINGLE.sp), {}
+        for shape in self.job.shapes:
+            divided, alone = self._decode(shape, half), self._decode(shape, SINGLE)
+            rows = [
+                {"batch": batch, "divided_s": seconds, "alone_s": alone[batch], "speedup": alone[batch] / seconds}
+                for batch, seconds in divided.items()
+            ]
+            kernels = self._profiled(shape, half) if self.device.type == "cuda" else []
+            found[shape] = {"rows": rows, "kernels": kernels}
+        return found
+
     def replicas(self) -> dict[str, Any]:
         """Tokens a second of one replica by itself, and of a replica on each rank at the same time."""
         self.publish(self.job.shapes)
@@ -323,6 +342,7 @@ PARTS: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
     "sums": Ranks.sums,
     "decode": Ranks.decode,
     "timeline": Ranks.timeline,
+    "echo": Ranks.echo,
     "replicas": Ranks.replicas,
     "transfer": Ranks.transfer,
     "values": Ranks.values,

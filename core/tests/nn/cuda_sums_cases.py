@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from mstar.nn import symmetric
 from mstar.nn.mesh import World, _added
 from mstar.nn.ops import cuda, cuda_linear, cuda_sums, pdl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROOM = 3 * cuda_sums.PROGRAMS * cuda_sums.BLOCK
 TIMES = 1000
@@ -156,87 +159,168 @@ def test_which_messages_are_taken() -> None:
         assert cuda_sums.takes(mail, torch.zeros(shape, dtype=dtype)) is taken
 
 
+# --- a rank whose peers say what it says ------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (1, 3)])
+def test_echoes_are_added_and_gathered(dtype: torch.dtype, rank: int, size: int) -> None:
+    mail = cuda_sums.echoing(rank, size, ROOM, torch.device(DEVICE))
+    for call, shape in enumerate([(1, 8), (3, 640), (1, 8), (2, 1024), (5, 6)]):
+        x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(call)).to(DEVICE, dtype)
+        stream = torch.full_like(x, 3)
+        cuda_sums.add(mail, stream, x)
+        assert torch.equal(stream, 3 + size * x)
+        assert torch.equal(cuda_sums.gather(mail, x), torch.cat([x] * size, 1))
+        assert torch.equal(cuda_sums.reduce(mail, x.clone()), size * x)
+
+
+@on_gpu
+@pytest.mark.timeout(60, method="thread")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_reducer_finds_itself_right(rank: int) -> None:
+    device = torch.device("cuda")
+    reducer = symmetric.SymmetricReducer(None, device, 1 << 20, cuda_sums.echoing(rank, 2, 1 << 18, device)).echo()
+    assert int(symmetric._wrong(reducer, rank, [rank] * 2, device)) == 0
+    assert int(symmetric._wrong(reducer, rank, [1 - rank] * 2, device)) > 0
+    assert symmetric._settled(device)
+
+
+@on_gpu
+@pytest.mark.timeout(40, method="thread")
+@pytest.mark.parametrize("rows", [1, 8])
+def test_between_products_that_read_early(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph of kernels that are launched early the bits are those of one kernel after the other."""
+    layers, width, mail = 12, 2048, cuda_sums.echoing(0, 2, ROOM, torch.device("cuda"))
+    weights = [(drawn(0, layer, width, width, dtype=torch.bfloat16) / 64).cuda() for layer in range(layers)]
+    norm, start = torch.ones(width, device="cuda").bfloat16(), drawn(9, 0, rows, width, dtype=torch.bfloat16).cuda()
+    x = start.clone()
+
+    def step() -> None:
+        x.copy_(start)
+        for weight in weights:
+            normed = cuda.add_rms_norm(x, None, norm, 1e-6)
+            part = cuda_linear.linear(normed, weight, None)
+            cuda_sums.add(mail, x, torch.mm(normed, weight.T) if part is None else part)
+
+    step()
+    expected = x.clone()
+    monkeypatch.setattr(pdl, "_on", torch.cuda.get_device_capability() >= (9, 0))
+    step()  # compiled
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    for _ in range(200):
+        x.zero_()
+        graph.replay()
+        assert torch.equal(x, expected)
+
+
 # --- two ranks on one GPU ---------------------------------------------------------------------------------------------
+Make = Callable[..., Any]
+
+
 class Streams:
-    """Two ranks as two streams of one process: all but the way over NVLink."""
+    """Two ranks as two branches of a graph, on one GPU: all but the way over NVLink.
+
+    Nothing may be loaded while a kernel waits for the other rank's, which the same thread is to launch: the driver
+    would wait for the kernel. So every call is made once by itself, with an inbox in which all that it waits for has
+    come, and only a graph runs both ranks side by side.
+    """
 
     def __init__(self, room: int = 1 << 18):
-        inboxes = [torch.zeros(2, 2, room, dtype=torch.int64, device="cuda") for _ in range(2)]
-        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device="cuda")
-        counts = [torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32, device="cuda") for _ in range(2)]
-        self.inboxes = inboxes
-        self.mails = [cuda_sums.Mail(rank, 2, room, addresses, counts[rank]) for rank in range(2)]
+        self.inboxes = [torch.zeros(2, 2, room, dtype=torch.int64, device="cuda") for _ in range(2)]
+        addresses = torch.tensor([inbox.data_ptr() for inbox in self.inboxes], device="cuda")
+        calls = [torch.zeros(cuda_sums.PROGRAMS, dtype=torch.int32, device="cuda") for _ in range(2)]
+        self.mails = [cuda_sums.Mail(rank, 2, room, addresses, calls[rank]) for rank in range(2)]
         self.streams = [torch.cuda.Stream() for _ in range(2)]
 
-    def run(self, step: Callable[[int], None]) -> None:
-        """*step* of each rank, side by side."""
-        for rank, stream in enumerate(self.streams):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                step(rank)
-        for stream in self.streams:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    def captured(self, step: Callable[[int], None]) -> torch.cuda.CUDAGraph:
-        self.run(step)  # compiled
+    def captured(self, step: Callable[[int, Make], None]) -> torch.cuda.CUDAGraph:
+        """A graph of *step* of both ranks. It is given the rank, and how to call: ``make(function, mail, …)``."""
+        for rank in range(2):
+            step(rank, self._alone)
+        self._blank(0)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.run(step)
+            for rank, stream in enumerate(self.streams):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step(rank, self._as_it_is)
+            for stream in self.streams:
+                torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+    def _alone(self, function: Callable[..., Any], mail: cuda_sums.Mail, *given: Any) -> Any:
+        self._blank(1 << 32)  # words of call 1, which follows
+        return function(mail, *given)
+
+    @staticmethod
+    def _as_it_is(function: Callable[..., Any], mail: cuda_sums.Mail, *given: Any) -> Any:
+        return function(mail, *given)
+
+    def _blank(self, word: int) -> None:
+        for inbox, mail in zip(self.inboxes, self.mails, strict=True):
+            inbox.fill_(word)
+            mail.calls.zero_()
 
 
 @on_gpu
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(40, method="thread")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_on_one_gpu(dtype: torch.dtype) -> None:
     two = Streams()
-    for call, shape in enumerate([(1, 8), (1, 4096), (8, 4096), (33, 640), (32, 4096), (1, 4096), (7, 2)]):
-        parts = [drawn(rank, call, *shape, dtype=dtype).cuda() for rank in range(2)]
-        stream = drawn(9, call, *shape, dtype=dtype).cuda()
-        sums, added, wide = [part.clone() for part in parts], [stream.clone() for _ in parts], parts[0].float()
-        wide = wide + parts[1].float()
-        rows: dict[int, Tensor] = {}
+    shapes = [(1, 8), (1, 4096), (8, 4096), (33, 640), (32, 4096), (1, 4096), (7, 2)]
+    parts = [[drawn(rank, call, *shape, dtype=dtype).cuda() for rank in range(2)] for call, shape in enumerate(shapes)]
+    starts = [drawn(9, call, *shape, dtype=dtype).cuda() for call, shape in enumerate(shapes)]
+    sums, added = ([[torch.empty_like(x) for x in starts] for _ in range(2)] for _ in range(2))
+    rows: list[dict[int, Tensor]] = [{}, {}]
 
-        def step(
-            rank: int, parts: list[Tensor] = parts, sums: list[Tensor] = sums, added: list[Tensor] = added,
-            rows: dict[int, Tensor] = rows,
-        ) -> None:  # fmt: skip
-            cuda_sums.reduce(two.mails[rank], sums[rank])
-            cuda_sums.add(two.mails[rank], added[rank], parts[rank])
-            rows[rank] = cuda_sums.gather(two.mails[rank], parts[rank])
+    def step(rank: int, make: Make) -> None:
+        mail = two.mails[rank]
+        for call, both in enumerate(parts):
+            make(cuda_sums.reduce, mail, sums[rank][call].copy_(both[rank]))
+            make(cuda_sums.add, mail, added[rank][call].copy_(starts[call]), both[rank])
+            rows[rank][call] = make(cuda_sums.gather, mail, both[rank])
 
-        two.run(step)
+    graph = two.captured(step)
+    for _ in range(3):
+        graph.replay()
         torch.cuda.synchronize()
-        for rank in range(2):
-            assert torch.equal(sums[rank], wide.to(dtype)), (shape, rank)
-            assert torch.equal(added[rank], (wide + stream.float()).to(dtype)), (shape, rank)
-            assert torch.equal(rows[rank], torch.cat(parts, 1)), (shape, rank)
+        for call, both in enumerate(parts):
+            wide = both[0].float() + both[1].float()
+            for rank in range(2):
+                assert torch.equal(sums[rank][call], wide.to(dtype)), (shapes[call], rank)
+                assert torch.equal(added[rank][call], (wide + starts[call].float()).to(dtype)), (shapes[call], rank)
+                assert torch.equal(rows[rank][call], torch.cat(both, 1)), (shapes[call], rank)
 
 
 @on_gpu
-@pytest.mark.timeout(120)
-def test_two_ranks_on_one_gpu_in_a_graph() -> None:
+@pytest.mark.timeout(40, method="thread")
+@pytest.mark.parametrize("early", [False, True])
+def test_two_ranks_on_one_gpu_many_times(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long and short messages by turns, each rank with work of its own in between."""
+    monkeypatch.setattr(pdl, "_on", early and torch.cuda.get_device_capability() >= (9, 0))
     two, shapes = Streams(), [(1, 4096), (64, 4096), (1, 256), (8, 4096), (1, 4096)]
     counts = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
     places = [torch.arange(rows * width, device="cuda").view(rows, width) for rows, width in shapes]
 
-    def step(rank: int) -> None:
+    def step(rank: int, make: Make) -> None:
         counts[rank].add_(1)
         for number, place in enumerate(places):  # small whole numbers, which every sum has exactly
             parts = [((place + 7 * peer + number + counts[rank] * (peer + 3)) % 61).bfloat16() for peer in range(2)]
             stream = ((place + counts[rank]) % 32).bfloat16()
             exact = stream + parts[0] + parts[1]
-            cuda_sums.add(two.mails[rank], stream, parts[rank])
+            make(cuda_sums.add, two.mails[rank], stream, parts[rank])
             wrong[rank].add_((stream != exact).sum())
 
     graph = two.captured(step)
+    for zeroed in (*counts, *wrong):
+        zeroed.zero_()
     for _ in range(TIMES):
         graph.replay()
     torch.cuda.synchronize()
-    assert [int(count) for count in counts] == [TIMES + 1] * 2
+    assert [int(count) for count in counts] == [TIMES] * 2
     assert [int(count) for count in wrong] == [0, 0]
 
 
@@ -260,8 +344,6 @@ class Two:
     """One of two ranks; :meth:`__call__` runs every check."""
 
     def __init__(self, meeting: str, rank: int):
-        from mstar.nn.symmetric import SymmetricReducer
-
         torch.cuda.set_device(rank)
         self.rank, self.device = rank, torch.device("cuda", rank)
         torch.distributed.init_process_group(
@@ -271,7 +353,7 @@ class Two:
         mesh = self.world.mesh([0, 1], tp=2)
         assert mesh is not None
         self.tp = mesh.tp
-        assert isinstance(self.tp.reducer, SymmetricReducer), "the sums go through NCCL"
+        assert isinstance(self.tp.reducer, symmetric.SymmetricReducer), "the sums go through NCCL"
         self.reducer = self.tp.reducer
 
     def __call__(self) -> None:

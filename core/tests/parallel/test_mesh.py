@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mstar.nn import symmetric
 from mstar.nn.linear import LMHead, RowLinear
 from mstar.nn.mesh import SINGLE, Group, Mesh, World
 from mstar.spec.errors import SetupError
@@ -156,3 +157,82 @@ def test_one_rank_costs_nothing_and_a_sketch_cannot_talk() -> None:
 def test_a_world_needs_processes() -> None:
     with pytest.raises(RuntimeError, match="not been initialised"):
         World(torch.device("cpu"))
+
+
+class Tried(Gathering):
+    """A reducer to be opened, of up to 16 numbers in float32. *fault*: what is wrong with it on rank 1."""
+
+    most = 64
+
+    def __init__(self, tp: Group, fault: str, alone: bool = False):
+        super().__init__(tp)
+        self.fault, self.alone = fault if tp.rank == 1 else "", alone
+
+    def echo(self) -> Tried:
+        return Tried(self.tp, self.fault, True)
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        self.made.append("alone" if self.alone else "together")
+        found = torch.stack([x] * self.tp.size) if self.alone else self.tp.all_gather(x[None], 0)
+        if self.fault == ("echo" if self.alone else "peers"):
+            found[-1, ..., -1] += 1
+        return found
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return self._all(x).sum(0)
+
+    def add(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        residual += self._all(x).sum(0)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self._all(x)), -1)
+
+
+def opened(world: World, fault: str) -> tuple[bool, str | None, set[str]]:
+    mesh = world.mesh([0, 1], tp=2)
+    assert mesh is not None
+    tp, made = mesh.tp, []
+
+    def make(handle: object, device: torch.device, most: int) -> Tried:
+        if fault == "make" and tp.rank == 1:
+            raise RuntimeError("no way there")
+        made.append(Tried(tp, fault))
+        return made[0]
+
+    settled = symmetric._settled
+    if fault == "late" and tp.rank == 1:
+        symmetric._settled = lambda device: False
+    try:
+        reducer, why = symmetric.open_reducer(tp.handle, torch.device("cpu"), 64, tp.least, make)
+    except SetupError as error:
+        return False, f"SetupError: {error}", set()
+    finally:
+        symmetric._settled = settled
+    return reducer is not None, why, set(made[0].made) if made else set()
+
+
+@pytest.mark.parametrize(
+    ("fault", "there", "whys"),
+    [
+        ("", True, [None, None]),
+        ("make", False, ["another rank has none", "no way there"]),
+        ("echo", False, ["another rank has none", "its kernels give wrong numbers on this GPU"]),
+        ("peers", False, ["numbers arrive wrong on one of the GPUs"] * 2),
+    ],
+)
+def test_a_reducer_is_tried_before_it_is_used(ranks: Ranks, fault: str, there: bool, whys: list[str | None]) -> None:
+    found = ranks.run(2, opened, fault)
+    assert [one[0] for one in found] == [there] * 2
+    assert [one[1] for one in found] == whys
+    asked = {"together"} if fault in ("", "peers") else set()
+    assert all(one[2] <= asked for one in found), "a rank that has none is waited for"
+
+
+def test_words_that_never_come_end_the_start_on_all_ranks(ranks: Ranks) -> None:
+    first, second = (one[1] for one in ranks.run(2, opened, "late"))
+    assert first == (
+        "SetupError: another GPU of this mesh has waited 10 s for what the others wrote into its memory; with "
+        "engine.symmetric_bytes: 0 sums go through NCCL"
+    )
+    assert second is not None
+    assert second.startswith("SetupError: a GPU of this mesh has waited")

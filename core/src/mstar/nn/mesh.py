@@ -243,24 +243,21 @@ class World:
         return self._groups[key]
 
     def _reducer(self, handle: Any) -> Reducer | None:
-        """Through symmetric memory, if every rank of *handle* has it: ranks that add up in different ways would wait
-        for each other for ever."""
+        """Through symmetric memory, if every rank of *handle* has it and it gives what it should: ranks that add up in
+        different ways would wait for each other for ever.
+
+        :raises SetupError: what a rank sends does not come to another.
+        """
         if not self.symmetric_bytes or self.device.type == "cpu":
             return None
-        from mstar.nn.symmetric import SymmetricReducer, symmetric_fault
+        from mstar.nn.symmetric import open_reducer
 
-        fault, reducer = symmetric_fault(self.device), None
-        if fault is None:
-            try:
-                reducer = SymmetricReducer(handle, self.device, self.symmetric_bytes)
-            except RuntimeError as error:
-                fault = str(error)
-        there = torch.tensor([reducer is not None], dtype=torch.int32)
-        torch.distributed.all_reduce(there, torch.distributed.ReduceOp.MIN, handle)
-        if there.item():
-            return reducer
-        log.warning("sums go through NCCL, since symmetric memory cannot be used: %s", fault or "another rank has none")
-        return None
+        least = Group(handle.rank(), handle.size(), handle).least
+        reducer: Reducer | None
+        reducer, fault = open_reducer(handle, self.device, self.symmetric_bytes, least)
+        if reducer is None:
+            log.warning("sums go through NCCL, since symmetric memory cannot be used: %s", fault)
+        return reducer
 
     def close(self) -> None:
         """Give the process groups back. Nothing may be computed in their meshes afterwards."""

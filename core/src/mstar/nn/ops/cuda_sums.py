@@ -21,6 +21,11 @@ have the same bits, whatever the size of the message, as ranks must that sample 
 A program that waits occupies its place, so all of a call must have one at once: :data:`PROGRAMS` small ones do on any
 GPU that has NVLink. If a peer dies, the others wait until somebody ends them, as in a kernel of NCCL: the worker's
 watch over its ranks does.
+
+*Hosts.* While a kernel waits, its process may be held up: to load a kernel that was never used, or to allocate, the
+driver may wait for what runs. That is no harm as long as no process waits for another's between two calls: the one that
+has made fewer calls is held up by none of them, since the others' words are there. So a step is told to all ranks
+before any begins it, and two ranks in one process must have loaded everything before.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from torch import Tensor
 
 from mstar.nn.ops import pdl
 
-__all__ = ["BLOCK", "PROGRAMS", "Mail", "add", "gather", "reduce", "takes"]
+__all__ = ["BLOCK", "PROGRAMS", "Mail", "add", "echoing", "gather", "reduce", "takes"]
 
 PROGRAMS = 256
 """Most programs of a call."""
@@ -51,6 +56,7 @@ class Mail(NamedTuple):
     :ivar inboxes: int64 ``[ranks]`` on the device: where each rank's inbox, int64 ``[2, ranks, room]``, lies in this
         process. They were zeros before any rank sent anything.
     :ivar calls: int32 ``[PROGRAMS]`` on the device, zeros at first.
+    :ivar kept: memory that *inboxes* tell of, which stays as long.
     """
 
     rank: int
@@ -58,6 +64,17 @@ class Mail(NamedTuple):
     room: int
     inboxes: Tensor
     calls: Tensor
+    kept: object = None
+
+
+def echoing(rank: int, size: int, room: int, device: torch.device, programs: int = PROGRAMS) -> Mail:
+    """The way of a *rank* that is by itself: what it sends to a peer lies where it looks for what that peer sends. So
+    each peer says what it says, at once."""
+    inbox = torch.zeros(2, size, room, dtype=torch.int64, device=device)
+    addresses = [inbox.data_ptr() + (peer - rank) * room * inbox.itemsize for peer in range(size)]
+    addresses[rank] = inbox.data_ptr()
+    calls = torch.zeros(programs, dtype=torch.int32, device=device)
+    return Mail(rank, size, room, torch.tensor(addresses, device=device), calls, inbox)
 
 
 @triton.jit
@@ -127,11 +144,11 @@ def _rounded(low, high, kind: tl.constexpr):
     return word
 
 
-@triton.jit(do_not_specialize=["words", "width"])
+@triton.jit(do_not_specialize=["words", "width", "turns"])
 def _exchange(
-    part, out, inboxes, calls, words, width, room: tl.constexpr, rank: tl.constexpr, size: tl.constexpr,
-    kind: tl.constexpr, added: tl.constexpr, gathered: tl.constexpr, turns: tl.constexpr, programs: tl.constexpr,
-    block: tl.constexpr, native: tl.constexpr, early: tl.constexpr,
+    part, out, inboxes, calls, words, width, turns, room: tl.constexpr, rank: tl.constexpr, size: tl.constexpr,
+    kind: tl.constexpr, added: tl.constexpr, gathered: tl.constexpr, programs: tl.constexpr, block: tl.constexpr,
+    native: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     pdl.begin(early)
     program = tl.program_id(0)
@@ -139,7 +156,7 @@ def _exchange(
     call += tl.where(call == 0, 2, 0)  # 0 is what an inbox begins with; the slots go on taking turns
     slot = (call & 1).to(tl.int64) * (size * room)
     own = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64)) + slot
-    for turn in tl.static_range(turns):
+    for turn in range(turns):
         at = (turn * programs + program) * block + tl.arange(0, block)
         inside = at < words
         bits = tl.load(part + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
@@ -148,7 +165,7 @@ def _exchange(
             peer = (rank + step) % size
             inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
             _send(inbox + slot + rank * room + at, word, inside, native)
-    for turn in tl.static_range(turns):
+    for turn in range(turns):
         at = (turn * programs + program) * block + tl.arange(0, block)
         inside = at < words
         mine = tl.load(part + at, mask=inside, other=0)
@@ -205,9 +222,9 @@ def gather(mail: Mail, x: Tensor) -> Tensor:
 def _launch(mail: Mail, x: Tensor, out: Tensor, added: bool, gathered: bool) -> None:
     part, result = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
     words, blocks = part.numel(), triton.cdiv(part.numel(), BLOCK)
-    turns = triton.next_power_of_2(triton.cdiv(blocks, PROGRAMS))  # few variants for many lengths
+    kind = tl.float32 if gathered else _TYPES[x.dtype]  # what is gathered is bits
     _exchange[(min(blocks, PROGRAMS),)](
         part, result, mail.inboxes, mail.calls, words, x.shape[-1] * x.element_size() // _WORD,
-        mail.room, mail.rank, mail.size, _TYPES[x.dtype], added, gathered, turns, PROGRAMS, BLOCK,
+        triton.cdiv(blocks, PROGRAMS), mail.room, mail.rank, mail.size, kind, added, gathered, PROGRAMS, BLOCK,
         x.is_cuda, pdl.enabled(), num_warps=BLOCK // 32, **pdl.options(),
     )  # fmt: skip
