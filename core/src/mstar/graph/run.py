@@ -11,19 +11,17 @@ the foreseen call takes that instead of making one; if it comes to something els
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.graph.again import DEFAULTS, Again
 from mstar.graph.calls import CallRun, Drafted, Partition, Route
 from mstar.graph.code_streams import CodeStream
+from mstar.graph.emissions import Emissions
 from mstar.graph.foresight import Foresight
-from mstar.graph.preroll import Piece, Preroll
 from mstar.graph.program import CallOp, DraftEndOp, DraftOp, EndOp, ForkOp, JoinOp, LoopEndOp, LoopOp, Plan
 from mstar.graph.streams import Chunk, InnerStream, OutStream, fresh
 from mstar.graph.values import Ref, as_tensor, torch_dtype
@@ -74,8 +72,7 @@ class RequestRun:
         dtype: torch.dtype,
     ):
         self.plan, self.request, self.device, self.dtype = plan, request, device, dtype
-        self._emit = emit
-        self.live = bool(request.client_streams)  # what is emitted says which input it was computed from
+        self._live = bool(request.client_streams)
         graph = plan.graph
         self.ready: list[CallRun] = []
         self.void: list[CallRun] = []
@@ -86,8 +83,7 @@ class RequestRun:
             s.name: InnerStream(s) if s.codes is None else CodeStream(s) for s in graph.streams if s.target != CLIENT
         }
         self.out = {s.name: OutStream(s) for s in graph.streams if s.target == CLIENT}
-        prerolls = {name: Preroll.of(out.spec, self.inner) for name, out in self.out.items()}
-        self._prerolls = {name: preroll for name, preroll in prerolls.items() if preroll is not None}  # not begun yet
+        self.emissions = Emissions(request, self.out, self.inner, emit)
         self.partitions = [
             Partition(p.name, p.walks, routes(p.name, request), tuple(self.out[name] for name in plan.feeds[p.name]))
             for p in graph.partitions
@@ -237,50 +233,13 @@ class RequestRun:
             value = ref.tensor()
             stream.write(value if value.ndim > len(stream.spec.port.shape) else value[None], call.heard)
             return stream.ready()
-        out = self.out[name]
-        overlap = 0
-        if out.spec.fresh is not None:
-            ref, overlap = fresh(ref, out.spec.fresh, call.pulled[out.spec.fresh.pull])
-        data, count = out.payload(ref)
-        if count:
-            told = dict(call.heard) if self.live else None
-            sampled = logprobs if out.spec.modality == "tokens" else None  # what else it emits has none
-            piece, now = Piece(data, count - overlap, sampled, told), time.monotonic()
-            if name not in self._prerolls:
-                self._send(name, piece, now)
-            else:
-                assert out.spec.fresh is not None
-                if not self._prerolls[name].holds(piece, call.pulled[out.spec.fresh.pull], out.credit, now):
-                    self._begin(name)
+        self.emissions.write(name, ref, logprobs, call)
         return False
 
-    def _send(self, name: str, piece: Piece, now: float) -> None:
-        seq = self.out[name].sent(piece.items, now)
-        self._emit(
-            Emit(id=self.request.id, stream=name, seq=seq, data=piece.data, logprobs=piece.logprobs, heard=piece.heard)
-        )
-
-    def _begin(self, name: str) -> None:
-        """Send what is held of a client stream; from now on nothing is."""
-        preroll = self._prerolls.pop(name, None)
-        if preroll is not None:
-            for piece in preroll.held:
-                self._send(name, piece, time.monotonic())
-
-    def send_held(self) -> None:
-        """Send all that is held for its listener: nothing more will come."""
-        for name in list(self._prerolls):
-            self._begin(name)
-
     def _tell(self, loop: LoopOp, name: str, done: int) -> None:
-        """Tell the client that *done* iterations of *loop* are over, if it wants to hear it and keeps up."""
-        out = self.out[name]
-        wanted = out.spec.modality in self.request.want or "preview" in self.request.want
-        if out.full or not wanted:
-            return
+        """Tell the client that *done* iterations of *loop* are over."""
         total = min((self.times(stop) for stop in loop.stops if isinstance(stop, Times)), default=0)
-        data = np.array([[done, total]], dtype=np.int64)
-        self._emit(Emit(id=self.request.id, stream=name, seq=out.sent(1, time.monotonic()), data=data))
+        self.emissions.tell(name, done, total)
 
     def _next_walk(self, partition: Partition, outcome: Outcome | None) -> None:
         try:
@@ -315,8 +274,7 @@ class RequestRun:
                 stream.end()
             if stream.spec.target == partition.name:
                 stream.close()
-        for name in [name for name in self._prerolls if self.out[name].spec.source == partition.name]:
-            self._begin(name)
+        self.emissions.send_held(partition.name)
         self.poke()
 
     def _advance(self, partition: Partition, pc: int) -> None:
@@ -376,7 +334,7 @@ class RequestRun:
     def let_go(self) -> None:
         """The request has ended: hold none of its values any more, without waiting for the garbage collector. What is
         held for its listener is sent."""
-        self.send_held()
+        self.emissions.send_held()
         if self.over:
             return
         self.over = True
@@ -517,7 +475,7 @@ class RequestRun:
         stream = self.inner[pull.stream]
         if stream.ready():
             chunk = stream.pull()
-            if self.live:
+            if self._live:
                 partition.heard = stream.heard(partition.heard)
             return chunk
         length = 1 if stream.ended and pull.at_end == "pad" else 0

@@ -104,7 +104,7 @@ class Requests:
     def finish(self, live: Live, reason: str | None = None) -> None:
         """*live* ends as it should; *reason* is found from how its loops ended, unless given."""
         if live.request.id in self.live:
-            live.run.send_held()  # it counts as said
+            live.run.emissions.send_held()  # it counts as said
             self.end(live, live.done(reason), keep_session=True)
 
     def fail(self, live: Live, error: Exception) -> None:
