@@ -150,6 +150,21 @@ def test_a_model_that_cannot_start_leaves_nothing() -> None:
     assert threading.active_count() <= before
 
 
+def test_a_long_start_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("mstar.runtime.local.TELL_S", 0.01)
+    caplog.set_level("INFO", "mstar.runtime.local")
+
+    class Slow(Service):
+        async def start(self) -> None:
+            async with asyncio.timeout(20):
+                while not any(f"not ready yet ({SPEC.key}: " in message for message in caplog.messages):
+                    await asyncio.sleep(0.005)
+            await super().start()
+
+    with Local(Slow(SPEC, fake_config(), FakeRegistry())) as model:  # type: ignore[arg-type]
+        assert model.chat("hello", count=2) == "0 1 "
+
+
 def test_a_script_may_forget_to_close() -> None:
     script = """
         import sys

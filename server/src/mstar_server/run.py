@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mstar.collector import settle
+from mstar.runtime.telling import tell_phases
 from mstar.spec.errors import SetupError
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Processor
@@ -89,7 +90,7 @@ async def serve_async(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     starting = asyncio.create_task(start_all(services))
-    telling = asyncio.create_task(_tell_phases(app.state.mstar.resident))
+    telling = asyncio.create_task(tell_phases(app.state.mstar.resident, log, TELL_S))
     stopping = asyncio.create_task(server.stop_asked.wait())
     try:
         await asyncio.wait((serving, starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -142,16 +143,6 @@ async def start_all(services: Mapping[str, Service]) -> None:
     except* SetupError as errors:
         first, *others = _leaves(errors)
         raise SetupError("\n".join(map(str, (first, *others)))) if others else first from None
-
-
-async def _tell_phases(services: Mapping[str, Service]) -> None:
-    """Say every few seconds what a start still waits for: weights and compilers take their time."""
-    while True:
-        await asyncio.sleep(TELL_S)
-        waiting = {key: service.phase for key, service in services.items() if service.phase.name != "ready"}
-        told = (f"{key}: {phase.name}{f', {phase.detail}' if phase.detail else ''}" for key, phase in waiting.items())
-        if waiting:
-            log.info("not ready yet (%s)", "; ".join(told))
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

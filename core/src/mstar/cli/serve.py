@@ -210,7 +210,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> None:
 def _distinct(keys: Sequence[str]) -> Sequence[str]:
     """*keys*, of which there must be some, and none twice."""
     if not keys:
-        raise SetupError("mstar serve: which model? Its key is needed beside --config (`mstar models` lists the keys)")
+        raise SetupError("mstar serve: which model? Name its key, also beside --config (`mstar models` lists the keys)")
     file = next((key for key in keys if key.endswith((".yaml", ".yml"))), None)  # `mstar check` takes one
     if file is not None:
         raise SetupError(f"mstar serve: {file!r} is no model but a file: `mstar serve KEY --config {file}`")

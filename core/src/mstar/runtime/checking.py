@@ -222,9 +222,9 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
             if checked.weights is not None or not spec.weights:
                 raise
             raise WeightsError(
-                f"{error}. Its configuration stands beside its weights, which are not on this machine: "
-                f"`mstar download {spec.key}` fetches them; or give a folder that holds config.json with --weights DIR"
-            ) from None
+                "this model's configuration stands beside its weights, which are not on this machine: "
+                f"`mstar download {spec.key}` fetches them; or give their folder with --weights DIR"
+            ) from error
         graph = model.graph()
         declared, faults = declared_resources(model, deployment)
         checked.model, checked.graph, checked.declared = model, graph, declared

@@ -18,6 +18,7 @@ import asyncio
 import atexit
 import dataclasses
 import inspect
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from mstar.cluster.base import Phase
 from mstar.runtime.answer import Answer
 from mstar.runtime.result import Result
 from mstar.runtime.service import Service, open_service
+from mstar.runtime.telling import tell_phases
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import validate_knobs
 from mstar.spec.model import ModelSpec
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from mstar.settings import Settings
 
 __all__ = ["Local", "Stream", "load"]
+
+TELL_S = 5.0
+"""How often a start says what it waits for."""
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Task)
@@ -122,7 +128,7 @@ class Local:
         self._closed = False
         _open.add(self)
         try:
-            self._run(service.start())
+            self._run(_started(service))
         except BaseException:
             self.close()
             raise
@@ -282,6 +288,14 @@ class Local:
         finally:
             if not self._closed:
                 await self._arun(answer.aclose())
+
+
+async def _started(service: Service) -> None:
+    telling = asyncio.create_task(tell_phases({service.spec.key: service}, _log, TELL_S))
+    try:
+        await service.start()
+    finally:
+        telling.cancel()
 
 
 def _result(deltas: Sequence[Delta], answer: Answer) -> Result:
