@@ -356,7 +356,7 @@ async def test_every_choice_sees_the_image_in_its_place(kit, chat, bare):
     ("part", "code"),
     [
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/x.png"}}, "url_not_allowed"),
-        ({"type": "image_url", "image_url": {"uri": "x"}}, "invalid_value"),
+        ({"type": "image_url", "image_url": {"uri": "x"}}, "unknown_parameter"),
         ({"type": "image_url", "image_url": f"data:image/jpeg;base64,{picture('JPEG')[:400]}"}, "invalid_image"),
         (
             {"type": "input_audio", "input_audio": {"data": "UklGRiYAAABXQVZFanVuaw=="}},

@@ -18,6 +18,7 @@ from mstar_server.media.limits import Sampling
 from mstar_server.openai.chat_adapter import ChatAdapter
 
 BAD = "invalid_value"
+UNKNOWN = "unknown_parameter"
 JPEG, HUGE = image_file("JPEG"), png_that_claims(20_000, 20_000)
 CHAT = "/v1/chat/completions"
 SEES = {"inputs": ("text", "image", "audio", "video")}
@@ -39,7 +40,7 @@ async def test_every_kind_of_part_arrives_decoded_in_its_place(kit):
     service = kit.Service(kit.HELLO, **SEES)
     parts = [
         {"type": "text", "text": "a"},
-        {"type": "image_url", "image_url": data_url(image_file("PNG"))},
+        {"type": "image_url", "image_url": {"url": data_url(image_file("PNG")), "detail": "high", "format": None}},
         {"type": "input_audio", "input_audio": {"data": base64_of(av_file("mp3")), "format": "mp3"}},
         {"type": "audio_url", "audio_url": {"url": data_url(av_file("m4a"), "audio/mp4")}},
         {"type": "video_url", "video_url": {"url": data_url(video_file(), "video/mp4"), "fps": 5, "max_frames": 4}},
@@ -76,6 +77,9 @@ async def test_every_kind_of_part_arrives_decoded_in_its_place(kit):
         ({"type": "file", "file": {"file_data": base64_of(b"x,y")}}, "file", 400, "unsupported_file"),
         ({"type": "file", "file": {"file_id": "file-1"}}, "file.file_id", 400, "unsupported_parameter"),
         ({"type": "file", "file": {}}, "file.file_data", 400, "invalid_value"),
+        ({"type": "video_url", "video_url": {"url": "", "max_frame": 8}}, "video_url.max_frame", 400, UNKNOWN),
+        ({"type": "image_url", "image_url": {"url": "", "fps": 8}}, "image_url.fps", 400, UNKNOWN),
+        ({"type": "input_audio", "input_audio": {"data": "", "rate": 8}}, "input_audio.rate", 400, UNKNOWN),
     ],
 )  # fmt: skip
 async def test_a_bad_part_is_named(kit, part, param, status, code):

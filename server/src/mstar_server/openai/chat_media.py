@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, nearest
 from mstar.spec.model import ModelSpec
 from mstar.spec.tasks import File, Part, Task
 from mstar_server.media.decoder import MODALITIES, Item, Media
@@ -26,6 +26,15 @@ MEDIA_PARTS: Mapping[str, str] = {
     "image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "file",
 }  # fmt: skip
 """Type of a content part that is a file → what it holds; ``file``: what its bytes say."""
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "image_url": ("url", "detail"),
+    "audio_url": ("url",),
+    "video_url": ("url", "fps", "max_frames", "detail"),
+    "input_audio": ("data", "format"),
+    "file": ("file_data", "file_id", "filename"),
+}
+"""What a part's object may say. ``detail`` and ``format`` have no effect: bytes say what a file is."""
 
 _MAX_FPS = 240.0
 
@@ -77,6 +86,7 @@ def _item(part: ContentPart, place: str, spec: ModelSpec, options: ServerOptions
     param, value = f"{place}.{part.type}", getattr(part, part.type)
     if value is None:
         raise RequestError(f"'{param}' is required", param=param)
+    _check_fields(value, part.type, param)
     modality = MEDIA_PARTS[part.type]
     takes = tuple(kind for kind in MODALITIES if kind in spec.inputs)
     if modality not in spec.inputs and not (modality == "file" and takes):
@@ -94,6 +104,14 @@ def _item(part: ContentPart, place: str, spec: ModelSpec, options: ServerOptions
             return Item("audio", _data(value, "data", param), f"{param}.data")
         case _:
             return _file(value, param, takes, sampling)
+
+
+def _check_fields(value: Any, kind: str, param: str) -> None:
+    """Refuse what a part of type *kind* does not know: a ``max_frame`` that went unnoticed would cost 768 frames."""
+    unknown = set(value) - set(_FIELDS[kind]) if isinstance(value, dict) else ()
+    for name in sorted(name for name in unknown if value[name] is not None):
+        message = f"unknown parameter '{param}.{name[:80]}'{nearest(name, _FIELDS[kind])}"
+        raise RequestError(message, param=f"{param}.{name}", code="unknown_parameter")
 
 
 def _url(value: Any, param: str) -> str:
