@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
 import statistics
@@ -47,7 +46,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model_kwargs": {"compile_exact_ops": ["norms"]},
     },
 }
-PLUGINS = ("image.random_weights",)
+PLUGINS = ("image.random_weights", "mstar_diffusion.plugin")
 MINUTES = ("compiled", "exact")
 """Parts that compile for each number of requests: one at a time is measured."""
 MOST_ROWS = 8
@@ -74,10 +73,9 @@ def deployment(shape: Any, part: str, device: str, at_once: Sequence[int]) -> di
 
 
 def settings_of() -> Settings:
-    """The process's settings, with random weights and, where it is not installed, the plugin of pictures."""
-    installed = importlib.metadata.entry_points(group="mstar.plugins", name="diffusion")
-    more = () if installed else ("mstar_diffusion.plugin",)
-    return replace(Settings.from_env(os.environ), extra_plugins=(*PLUGINS, *more))
+    """The process's settings, with the plugins of these benchmarks alone: the same whether they are installed or only
+    on the path."""
+    return replace(Settings.from_env(os.environ), plugins=(), extra_plugins=PLUGINS)
 
 
 def engine(

@@ -23,7 +23,7 @@ import torch
 from chat_servers import Contestant, RunningServer, ServerError
 from PIL import Image
 
-from image.engine import PROMPT, deployment, rates, settings_of
+from image.engine import PLUGINS, PROMPT, deployment, rates
 from image.shapes import Shape
 from image.steady import seconds
 from mstar_server.media.encode.images import encode_image
@@ -90,7 +90,8 @@ def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Name
     fields = deployment(shape, "graphs", args.device, at_once)
     config = folder.parent / "serve.yaml"
     config.write_text(json.dumps({"model": shape.key, "weights": str(folder), "device": args.device, **fields}))
-    more = {"MSTAR_EXTRA_PLUGINS": ",".join(settings_of().extra_plugins), "PYTHONPATH": os.pathsep.join(sys.path)}
+    plugins = ",".join(("mstar_server.plugin", *PLUGINS))  # its routes are a plugin's too
+    more = {"MSTAR_PLUGINS": "", "MSTAR_EXTRA_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(sys.path)}
     serve = ["-m", "mstar", "serve", shape.key, "--config", str(config)]
 
     def command(weights: Path, port: int) -> list[str]:

@@ -48,6 +48,14 @@ async def test_a_model_answers_to_its_other_names(kit, chat):
     assert "did you mean 'gpt-9'" in wrong.json()["error"]["message"]
 
 
+async def test_a_server_without_routes_is_refused(kit):
+    """MSTAR_PLUGINS names some, and not the server's own."""
+    hooks = kit.Hooks()
+    hooks.plugins.loaded.clear()
+    with pytest.raises(SetupError, match=r"mstar_server\.plugin"):
+        kit.client(kit.Service(), hooks=hooks)
+
+
 @pytest.mark.parametrize("aliases", [{"gpt-9": "tinny"}, {"tiny": "tiny"}])
 async def test_an_alias_of_nothing_or_in_a_models_place_is_refused(kit, aliases):
     with pytest.raises(SetupError, match="cannot stand for"):

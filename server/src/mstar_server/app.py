@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from mstar.spec.errors import SetupError
 from mstar_server import __version__
 from mstar_server.errors import ErrorMiddleware, install_handlers
 from mstar_server.exchange import ID_HEADER, ExchangeLife
@@ -40,13 +41,20 @@ def create_app(
     Routers come from the ``mstar_api`` hook of every plugin, the server's own among them.
 
     :param tracing: where traces go; default: to ``options.otel``, if that is set.
+    :raises SetupError: no plugin that is used has routes.
     """
     options = options or ServerOptions()
     if tracing is None and options.otel is not None:
         tracing = open_tracing(options.otel)
     app = _Application(title="M*", version=__version__, redoc_url=None)
     state = app.state.mstar = ServerState(services, registry, options, tracing)
-    mounted = [*routers(registry), *([playground.make_router()] if options.playground else [])]
+    found = routers(registry)
+    if not found:
+        raise SetupError(
+            "no plugin that is used has routes, not even for health: let 'server' (mstar_server.plugin) be among those "
+            "that MSTAR_PLUGINS names, or name its module in MSTAR_EXTRA_PLUGINS; 'mstar plugins' lists what is used"
+        )
+    mounted = [*found, *([playground.make_router()] if options.playground else [])]
     for router in mounted:
         app.include_router(router, dependencies=[Depends(check_json)], responses=ERRORS)
     state.mounted = frozenset(
