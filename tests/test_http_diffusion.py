@@ -156,6 +156,15 @@ def test_an_edit_of_another_size(klein: Server, flux2: Path) -> None:
     np.testing.assert_allclose(pixels((reply.data or [])[0].b64_json), want, atol=1)
 
 
+def test_a_size_that_nobody_asked_for_fits_the_server(klein: Server) -> None:
+    body = {"model": "flux2_klein", "prompt": "a cat", "num_inference_steps": 1}
+    made = klein.http.post("/v1/images/generations", json={**body, "size": "auto"})
+    assert made.json()["size"] == "320x320"
+    files = {"image": ("a.png", png(painted(640, 320)), "image/png")}
+    edited = klein.http.post("/v1/images/edits", data={**body, "num_inference_steps": "1"}, files=files)
+    assert edited.json()["size"] == "448x224"
+
+
 def test_a_stream_shows_the_picture_on_its_way(klein: Server) -> None:
     ask: dict[str, Any] = {"model": "flux2_klein", "prompt": "a cat", "size": "320x64", "extra_body": {"seed": 1}}
     whole = klein.openai.images.generate(**ask)

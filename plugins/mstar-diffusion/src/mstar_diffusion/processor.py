@@ -127,7 +127,8 @@ class ImageProcessor(Processor, abc.ABC):
         return ids, {f"{prefix}ids": filled, f"{prefix}length": np.array(len(ids))}
 
     def _size(self, task: ImageTask, seen: Sequence[NDArray[np.uint8]]) -> tuple[int, int]:
-        """Width and height: the task's, else the knobs', else the first reference's, else 1024 x 1024."""
+        """Width and height: the task's, else the knobs', else the first reference's, else 1024 x 1024. What nobody
+        asked for is reduced to what this server makes."""
         first = seen[0].shape[1::-1] if seen else (_SIDE, _SIDE)
         asked = (task.knobs.width, task.knobs.height)
         if task.size is not None:
@@ -140,6 +141,8 @@ class ImageProcessor(Processor, abc.ABC):
         most = self.options.max_image_area
         if width * height > most:
             near = replace(SIZES, max_pixels=most).nearest((width, height))
+            if asked == (None, None):
+                return near
             raise RequestError(
                 f"'size': {width}x{height} is {width * height} pixels, and this server makes {most} at most; "
                 f"the nearest valid value is {near[0]}x{near[1]}",
