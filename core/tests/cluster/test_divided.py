@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_llama
+from driver import Layout
 from test_processes import arena_root
 
-from mstar.cluster.base import Phase, WorkerConfig
-from mstar.cluster.choice import processes
 from mstar.patterns.causal_lm import CausalLM
-from mstar.plugins import load_plugins
-from mstar.registry import Registry, load_object
-from mstar.runtime.deployment_files import packaged_deployment
-from mstar.settings import Settings
-from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
-from mstar.spec.processor import ProcessorContext
-from mstar.spec.request import Done, Emit, Event, Failed
-from mstar.testing.drive import collect
-from mstar.testing.examples import Example, task_for
+from mstar.testing.examples import Example
 
 __all__ = ["arena_root"]
 PLUGINS = ("mstar.testing.miniatures", "divided")
@@ -41,44 +30,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama.write(tmp_path_factory.mktemp("llama"), tiny_llama.CONFIG, CausalLM)
 
 
-class Served:
+class Served(Layout):
     """The decoder as the server runs it."""
 
     def __init__(self, folder: Path, overrides: Mapping[str, Any]):
-        registry = Registry(load_plugins(Settings(plugins=(), extra_plugins=PLUGINS)))
-        self.spec = registry.model("tiny_llama")
-        deployment = merge_deployment("tiny_llama", packaged_deployment(self.spec), {"device": "cpu", **overrides})
-        config = WorkerConfig(
-            key="tiny_llama", weights=str(folder), deployment=deployment, extra_plugins=PLUGINS, plugins=()
-        )
-        self.events: dict[str, list[Event]] = defaultdict(list)
-        self._changed = asyncio.Event()
-        self.executor: Any = processes(config, self._take, self._phase, registry)
-        self.processor = load_object(self.spec.processor)(ProcessorContext(self.spec, folder, self.spec.options()))
-
-    def _take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self.events[event.id].append(event)
-            if isinstance(event, Emit):
-                self.executor.ack(event.id, event.stream, 1)
-        self._changed.set()
-
-    def _phase(self, phase: Phase) -> None:
-        self._changed.set()
+        super().__init__("tiny_llama", folder, PLUGINS, {"device": "cpu", **overrides})
 
     async def answers(self) -> list[list[int]]:
         """The tokens after each of the texts, all asked for at once."""
         names = [str(number) for number in range(len(KNOBS))]
         for name, text, knobs in zip(names, tiny_llama.TEXTS, KNOBS, strict=True):
-            task = task_for(self.spec, Example(text=text, knobs=knobs), live=())
-            self.executor.submit(self.processor.prepare(task, name).request)
-        async with asyncio.timeout(60):
-            while not all(self.events[name] and isinstance(self.events[name][-1], Done | Failed) for name in names):
-                self._changed.clear()
-                await self._changed.wait()
-        ends = [self.events[name][-1] for name in names]
-        assert all(isinstance(end, Done) for end in ends), ends
-        return [collect([e for e in self.events[name] if isinstance(e, Emit)])["text"] for name in names]
+            self.submit(name, Example(text=text, knobs=knobs))
+        return [(await self.said(name))["text"] for name in names]
 
 
 @asynccontextmanager

@@ -8,8 +8,7 @@ import os
 import random
 import signal
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,15 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from driver import Layout
 from sharded import MANY
 from test_processes import arena_root, lives
 
-from mstar.cluster.base import Phase, WorkerConfig
-from mstar.cluster.choice import processes
 from mstar.cluster.ranks import RanksExecutor
 from mstar.cluster.shm import Arena
-from mstar.plugins import load_plugins
-from mstar.registry import Registry, load_object
-from mstar.runtime.deployment_files import packaged_deployment
-from mstar.settings import Settings
-from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.spec.placement import NodePlacement
-from mstar.spec.processor import ProcessorContext
-from mstar.spec.request import Cancel, Done, Emit, Event, Failed
-from mstar.testing.drive import collect
+from mstar.spec.request import Cancel, Done, Failed
 from mstar.testing.examples import Example, task_for
 from mstar.testing.miniatures import miniature
 from mstar.testing.miniatures.common import decode
@@ -43,21 +34,12 @@ __all__ = ["arena_root"]  # a fixture, which every test here uses
 PLUGINS = ("mstar.testing.miniatures", "sharded")
 
 
-class Ranks:
+class Ranks(Layout):
     """One layout of a miniature, in processes, as the server runs it."""
 
     def __init__(self, key: str, **overrides: Any):
-        registry = Registry(load_plugins(Settings(plugins=(), extra_plugins=PLUGINS)))
+        super().__init__(key, None, PLUGINS, overrides, restart_delay_s=0.01)
         self.mini = miniature(key.replace("sharded", "mini"))
-        self.spec = registry.model(key)
-        deployment = merge_deployment(key, packaged_deployment(self.spec), overrides)
-        config = WorkerConfig(key=key, weights=None, deployment=deployment, extra_plugins=PLUGINS, plugins=())
-        self.events: dict[str, list[Event]] = defaultdict(list)
-        self.phases: list[Phase] = []
-        self._changed = asyncio.Event()
-        executor = processes(config, self._take, self._phase, registry, restart_delay_s=0.01)
-        self.executor: Any = executor
-        self.processor = load_object(self.spec.processor)(ProcessorContext(self.spec, None, self.spec.options()))
 
     @property
     def pids(self) -> set[int]:
@@ -73,43 +55,14 @@ class Ranks:
             if pid is not None
         }
 
-    def _take(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self.events[event.id].append(event)
-            if isinstance(event, Emit):
-                self.executor.ack(event.id, event.stream, 1)
-        self._changed.set()
-
-    def _phase(self, phase: Phase) -> None:
-        self.phases.append(phase)
-        self._changed.set()
-
     def submit_text(self, name: str, text: str, **knobs: Any) -> Example:
         """Submit a prompt of our own; returns the example that it is."""
         example = Example(text=text, knobs={"max_tokens": 8, **knobs})
         self.submit(name, example)
         return example
 
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    def submit(self, name: str, example: Example, **task: Any) -> None:
-        prepared = self.processor.prepare(task_for(self.spec, example, live=example.live or (), **task), name)
-        self.executor.submit(prepared.request)
-
-    async def end(self, name: str) -> Done | Failed:
-        await self.until(lambda: self.events[name] and isinstance(self.events[name][-1], Done | Failed))
-        event = self.events[name][-1]
-        assert isinstance(event, Done | Failed)
-        return event
-
     async def assert_right(self, name: str, example: Example) -> None:
-        end = await self.end(name)
-        assert isinstance(end, Done), end
-        got = collect([event for event in self.events[name] if isinstance(event, Emit)])
+        got = await self.said(name)
         for stream, want in self.mini.expected(example).items():
             if isinstance(want, str):
                 assert decode(got.get(stream, [])) == want
