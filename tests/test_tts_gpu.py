@@ -53,6 +53,19 @@ def test_a_gap_is_how_long_a_player_waits() -> None:
     assert playback(heard((1.0, 0.5), (1.6, 0.5), (2.3, 0.5))) == pytest.approx(0.3)
 
 
+def test_simulated_listeners_hear_held_pieces_later(tmp_path: Path) -> None:
+    """Steps of 7 ms where a code plays 12."""
+    rows = {}
+    for name, more in {"held": [], "at once": ["--no-preroll"]}.items():
+        words = ["--streams", "4", "--seconds", "1.2", "--rounds", "1", "--lm", "7,0,0", "--codec", "9,0,0", *more]
+        importlib.import_module("listeners").main([*words, "--stalls", "0", "--out", str(tmp_path / "out.json")])
+        (rows[name],) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    held, at_once = rows["held"]["steady"], rows["at once"]["steady"]
+    assert held["first_audio_ms"]["p50"] > at_once["first_audio_ms"]["p50"] + 7
+    assert held["late_ms"]["p95"] <= at_once["late_ms"]["p95"]
+    assert held["real_time_factor"]["p50"] < 1
+
+
 def test_drawn_weights_ask_for_codes_in_order() -> None:
     """At the published vocabulary: whatever else a layer adds, the likeliest token is one of the next place."""
     families = importlib.import_module("speech.families")
