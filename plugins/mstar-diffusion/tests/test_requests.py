@@ -287,6 +287,13 @@ def test_what_shall_not_be_seen_is_bounded_by_what_the_encoder_reads(registry: R
     assert (caught.value.param, caught.value.code) == ("negative_prompt", "context_length_exceeded")
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_picture_of_no_words_is_refused(registry: Registry, z_image: Path, text: str) -> None:
+    with pytest.raises(RequestError, match="'text' is empty") as caught:
+        Driver("z_image_turbo", registry, z_image).prepare("none", Example(text, {"num_inference_steps": 2}))
+    assert caught.value.param == "text"
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 def as_single_file(folder: Path, into: Path) -> None:
     """*folder* with its denoiser in the authors' names, in one file."""

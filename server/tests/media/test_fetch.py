@@ -211,6 +211,14 @@ async def test_nothing_is_fetched_unless_allowed(remote):
     await media.close()
 
 
+async def test_an_empty_address_is_called_so():
+    media = Media(ServerOptions())
+    with pytest.raises(RequestError, match="it is empty") as caught:
+        await media.decode([item("image", "")])
+    assert caught.value.status == 400
+    await media.close()
+
+
 async def test_a_fetched_file_is_decoded_like_any_other(remote, names):
     media = Media(ServerOptions(media_processes=1), fetcher=fetcher())
     (image,) = await media.decode([item("image", f"http://outside.test:{remote.port}/a.png")])

@@ -100,6 +100,8 @@ class ImageProcessor(Processor, abc.ABC):
 
     def _picture_task(self, task: Task) -> ImageTask:
         if isinstance(task, GenerateTask):
+            if not task.text.strip():
+                raise RequestError("'text' is empty: it says what the picture shows", param="text")
             for number, part in enumerate(task.parts):
                 if not isinstance(part, Image):
                     where = f"parts[{number}]"

@@ -41,6 +41,8 @@ class Fetcher:
 
     async def fetch(self, url: str, param: str) -> Source:
         """The file at *url*. Raises :class:`RequestError` (400, or 413 when it is too large) that names *param*."""
+        if not url:
+            raise _refused("it is empty", param)
         if not self.options.allow_remote_media:
             message = "this server does not fetch URLs; send the content as 'data:MEDIA/TYPE;base64,…'"
             raise _refused(message, param, "url_not_allowed")
