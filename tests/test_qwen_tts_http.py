@@ -239,7 +239,7 @@ CLIP = clip()
         ("qwen3_tts_1p7b", {"max_new_tokens": 1}, "max_new_tokens", "2"),
         ("qwen3_tts_1p7b", {"non_streaming_mode": "yes"}, "non_streaming_mode", "true or false"),
         ("qwen3_tts_1p7b", {"instruct": "Sad.", "instructions": "Glad."}, "instruct", "one of them"),
-        ("qwen3_tts_1p7b", {"ref_audio": CLIP}, "ref_audio", "cannot speak with a given voice"),
+        ("qwen3_tts_1p7b", {"ref_audio": CLIP}, "ref_audio", "cannot speak with the voice of a clip"),
         ("qwen3_tts_1p7b", {"x_vector_only_mode": True}, "x_vector_only_mode", "unknown"),
         ("qwen3_tts_1p7b", {"speed": 2}, "speed", "1"),
         ("qwen3_tts_1p7b", {"input": "so it goes. " * 2000, "sentence_chunking": False}, "input", "4096"),

@@ -78,11 +78,15 @@ def test_its_own_tests_pass(side_by_side: dict[str, Path], pattern: str) -> None
     In this process, which has torch and M*'s kernels loaded.
     """
     folder = side_by_side[pattern]
+    own = {name: module for name, module in sys.modules.items() if name.startswith("tests.")}
+    for name in own:  # the package has a `tests.conftest` as well
+        del sys.modules[name]
     with chdir(folder):
         status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "error"])
     for name, module in tuple(sys.modules.items()):  # the next package has a `reference` and a `conftest` too
         if Path(getattr(module, "__file__", None) or "/").is_relative_to(folder):
             del sys.modules[name]
+    sys.modules.update(own)
     assert status is pytest.ExitCode.OK
 
 

@@ -100,11 +100,11 @@ def test_japanese_needs_the_dictionary_that_comes_by_a_command(monkeypatch: pyte
         (tmp_path / package / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     japanese = language_of("j")
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
     assert not can_pronounce(japanese)
     with pytest.raises(RequestError, match="then python -m unidic download"):
         phonemes(["x"], japanese, True)
-    g2p._engine.cache_clear()
+    g2p._engine.__wrapped__.cache_clear()
     (tmp_path / "unidic" / "dicdir").mkdir()
     (tmp_path / "unidic" / "dicdir" / "mecabrc").touch()
     assert can_pronounce(japanese)
