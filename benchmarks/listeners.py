@@ -27,6 +27,7 @@ from common import environment, table
 from gpu.report import write
 from host_cost import Clock, Standin, speaker_of
 from speech.streams import run_streams
+from tts_gpu import summary
 
 from mstar.engine.engine import Flight
 from mstar.engine.trace import Trace
@@ -88,22 +89,6 @@ def simulate(scratch: Path, streams: int, words: argparse.Namespace) -> dict[str
     return row
 
 
-def summary(row: dict[str, Any]) -> dict[str, float]:
-    steady, burst = row["steady"], row["burst"]
-    return {
-        "streams": row["streams"],
-        "first_ms_p50": steady["first_audio_ms"]["p50"],
-        "first_ms_p95": steady["first_audio_ms"]["p95"],
-        "burst_first_ms_p95": burst["first_audio_ms"]["p95"],
-        "rtf_p50": steady["real_time_factor"]["p50"],
-        "gapless": steady["gapless"],
-        "late_ms_p50": steady["late_ms"]["p50"],
-        "late_ms_p95": steady["late_ms"]["p95"],
-        "burst_gapless": burst["gapless"],
-        "busy": row["busy"],
-    }
-
-
 def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
@@ -134,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result["rows"].append(row)
     if words.out is not None:
         write(words.out, result)
-    found = [summary(row) for row in result["rows"]]
+    found = [{**summary(row), "busy": row["busy"]} for row in result["rows"]]
     table("simulated listeners", found, list(found[0]))
 
 

@@ -105,7 +105,7 @@ DIVIDED: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
     (2560, 9216): ((64, 3),),
 }
 """Output and input features of layers whose few output features cuBLAS would occupy a GPU with by dividing the input
-features and adding parts up in a kernel of its own: most rows, and into how many parts. (``gpu_linear.py --divided``.)
+features and adding parts up in a kernel of its own: most rows, and into how many parts (``benchmarks/gpu_between.py``).
 What is done within one of this module's kernels, and with fewer rows, is none of these."""
 
 
