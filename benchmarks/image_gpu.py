@@ -11,14 +11,13 @@ reported, and the next goes on.
 
 Parts, in the order in which they are run: ``floor``: products and attention of one step alone, and the step itself by
 plain PyTorch operations, with the fused kernels, and captured, the last two compared with the first. ``graphs``
-(captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``timeline``: where the
-time of one such request goes, step by step and gap by gap. ``load``: the steps of so many requests at once, by their
-rows, and how busy the device is. ``plain`` (neither kernels of M*'s own nor graphs): as
-``graphs``; its pictures are what others' PSNR is to. ``vae``: decoding. ``diffusers``:
-the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``, and how long its files take to
-encode. ``eager``: the kernels without
-graphs. ``compiled`` (and compiled layers), ``vae-compiled``, ``diffusers-compiled``: minutes each. ``exact``: compiled
-with exact norms and eager rounding.
+(captured steps, the default): latency of one request, pictures a second at 1, 4 and 16 at once. ``flashinfer``: the
+same with ``attention_backend: flashinfer``. ``timeline``: where the time of one such request goes, step by step and gap
+by gap. ``load``: the steps of so many requests at once, by their rows, and how busy the device is. ``plain`` (neither
+kernels of M*'s own nor graphs): as ``graphs``; its pictures are what others' PSNR is to. ``vae``: decoding.
+``diffusers``: the reference, in batches of the same sizes. ``http``: ``graphs`` behind ``mstar serve``, and how long
+its files take to encode. ``eager``: the kernels without graphs. ``compiled`` (and compiled layers), ``vae-compiled``,
+``diffusers-compiled``: minutes each. ``exact``: compiled with exact norms and eager rounding.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from common import environment
 from image.figures import derive, show
 
 PARTS = (
-    "floor", "graphs", "timeline", "load", "plain", "vae", "diffusers", "http", "eager", "compiled", "vae-compiled",
-    "diffusers-compiled", "exact",
+    "floor", "graphs", "flashinfer", "timeline", "load", "plain", "vae", "diffusers", "http", "eager", "compiled",
+    "vae-compiled", "diffusers-compiled", "exact",
 )  # fmt: skip
-PICTURES = ("graphs", "plain", "eager", "compiled", "exact")
+PICTURES = ("graphs", "flashinfer", "plain", "eager", "compiled", "exact")
 """Parts whose pictures are compared: those of :data:`image.engine.ENGINES`."""
 _OURS = ("image.steps", "mstar.worker.core", "mstar_diffusion.flux2.model", "mstar_diffusion.z_image.model")
 _DIFFUSERS = (

@@ -38,6 +38,7 @@ __all__ = [
 
 ENGINES: dict[str, dict[str, Any]] = {
     "graphs": {"engine": {"compile": False}},
+    "flashinfer": {"engine": {"compile": False}, "model_kwargs": {"attention_backend": "flashinfer"}},
     "plain": {"engine": {"runner": "eager", "compile": False}},
     "eager": {"engine": {"runner": "eager", "compile": False}},
     "compiled": {"engine": {"compile": True}},

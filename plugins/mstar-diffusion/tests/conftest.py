@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from mstar.runtime.local import Local
 from mstar.settings import Settings
 from mstar_diffusion.flux2 import tiny as flux2_tiny
 from mstar_diffusion.z_image import tiny as z_image_tiny
+
+sys.path.append(str(Path(__file__).parent))  # for diffusers_pipelines and served_attention
 
 MODULE = "mstar_diffusion.plugin"
 

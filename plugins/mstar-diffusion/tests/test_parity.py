@@ -3,17 +3,13 @@ attention and norms are M*'s fused ones."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from diffusers_pipelines import KINDS, TAPS, node_of, pipeline, step
+from torch import Tensor
 
 from mstar_diffusion.dit.patches import channels_last, from_channels_last
 from mstar_diffusion.flux2.model import Flux2Klein

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served_attention import Served
 
 from mstar.nn.mesh import Mesh, World
 from mstar.plugins import load_plugins
@@ -47,7 +48,7 @@ def registry() -> Registry:
 
 
 def painted(
-    world: World | None, folder: Path, tp: int = 1, sp: int = 1, key: str = "z_image_turbo"
+    world: World | None, folder: Path, tp: int = 1, sp: int = 1, key: str = "z_image_turbo", attention: str = "sdpa"
 ) -> list[np.ndarray[Any, Any]]:
     meshes = {}
     if world is not None:
@@ -56,7 +57,10 @@ def painted(
         meshes = {"dit": mesh}
         if sp == 1:
             meshes["text_encoder"] = mesh
-    driver = Driver(key, registry(), folder, meshes, device="cpu", dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:  # in the rank's process
+        Served.instead(patch)
+        options = {"attention_backend": attention}
+        driver = Driver(key, registry(), folder, meshes, device="cpu", dtype="float32", model_kwargs=options)
     asked = REQUESTS if key == "z_image_turbo" else REQUESTS[:2]  # the other is distilled from guidance
     for number, knobs in enumerate(asked):
         seen = (Image(np.full((64, 80, 3), 40 * number, np.uint8)),) if key != "z_image_turbo" and number else ()
@@ -87,6 +91,14 @@ def assert_alike(alone: list[np.ndarray[Any, Any]], rank: list[np.ndarray[Any, A
 def test_flux_2_and_its_references_too(ranks: Ranks, flux2: Path, tp: int, sp: int) -> None:
     alone = painted(None, flux2, key="flux2_klein")
     for rank in ranks.run(tp * sp, painted, flux2, tp, sp, "flux2_klein"):
+        assert_alike(alone, rank)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(2, 1), (1, 3)])
+def test_attention_by_a_backend_of_the_engine(ranks: Ranks, folder: Path, tp: int, sp: int) -> None:
+    """With a rank's own heads: FlashInfer's place is taken, since it runs on GPUs alone."""
+    alone = painted(None, folder)
+    for rank in ranks.run(tp * sp, painted, folder, tp, sp, "z_image_turbo", "flashinfer"):
         assert_alike(alone, rank)
 
 

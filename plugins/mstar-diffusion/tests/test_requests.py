@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from served_attention import Served
 from torch import Tensor
 
 from mstar.engine.graphs import GraphRunner, Recorder
@@ -243,16 +244,57 @@ def test_captured_steps(
     driver.assert_empty()
 
 
+# --- attention by the engine ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("key", MIXED)
+def test_attention_by_a_backend_of_the_engine(
+    registry: Registry, folder_of: Callable[[str], Path], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pictures are those of PyTorch's attention in the node, and steps are captured with it."""
+    Served.instead(monkeypatch)
+    plain = Driver(key, registry, folder_of(key))
+    options = {"capture_sizes": [[64, 64]], "capture_batch_sizes": [1, 2], "attention_backend": "flashinfer"}
+    driver = Driver(key, registry, folder_of(key), model_kwargs={**options, **CAPTURES[key]})
+    for i, example in enumerate(MIXED[key]):
+        for one in (plain, driver):
+            one.submit(f"r{i}", example)
+            one.run()
+        np.testing.assert_array_equal(driver.result(f"r{i}")["image"], plain.result(f"r{i}")["image"])
+    assert not Served.asked
+    recorder = Again()
+    runner = driver.worker.engine.runner = GraphRunner(driver.worker.config.deployment.engine, recorder, "cpu", worth=2)
+    driver.worker.engine.prepare(driver.worker.plan, 16, 512, lambda done, total: None)
+    driver.submit("again", MIXED[key][0])
+    driver.run()
+    np.testing.assert_array_equal(driver.result("again")["image"], plain.result("r0")["image"])
+    assert Served.asked
+    assert recorder.replays > 4
+    assert not runner.faults
+    for one in (plain, driver):
+        one.assert_empty()
+
+
+def test_where_flashinfer_does_not_run_the_start_says_why(registry: Registry, flux2: Path) -> None:
+    with pytest.raises(SetupError, match="flashinfer: it runs on CUDA only"):
+        Driver("flux2_klein", registry, flux2, model_kwargs={"attention_backend": "flashinfer"})
+
+
 # --- compiled layers --------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    ("key", "exact"), [("z_image_turbo", ["norms"]), ("z_image_turbo", False), ("flux2_klein", False)]
+    ("key", "exact", "attention"),
+    [
+        ("z_image_turbo", ["norms"], "sdpa"),
+        ("z_image_turbo", False, "sdpa"),
+        ("flux2_klein", False, "sdpa"),
+        ("flux2_klein", False, "flashinfer"),
+    ],
 )
 def test_layers_can_be_compiled(
     registry: Registry,
     folder_of: Callable[[str], Path],
     key: str,
     exact: Any,
+    attention: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Traced and guarded as ever, though no machine code is made, which takes minutes."""
@@ -264,7 +306,8 @@ def test_layers_can_be_compiled(
     plain = Driver(key, registry, folder_of(key))
     monkeypatch.setattr(torch, "compile", without_codegen)
     monkeypatch.setattr("mstar.worker.machine.compiler_fault", lambda device: None)
-    options = {"compile_exact_ops": exact, "vae_compile": False}
+    options = {"compile_exact_ops": exact, "vae_compile": False, "attention_backend": attention}
+    Served.instead(monkeypatch)
     with fresh_compiler():
         driver = Driver(key, registry, folder_of(key), engine={"compile": True}, model_kwargs=options)
         for example in (ask(1, 1), ask(2, 1, (80, 64))):
@@ -274,7 +317,7 @@ def test_layers_can_be_compiled(
             got, want = (one.result(str(example.knobs))["image"].astype(int) for one in (driver, plain))
             assert np.abs(got - want).max() <= 1
         assert not torch._dynamo.config.allow_unspec_int_on_nn_module, "sizes are constants of the compiled code"
-        if not exact:  # each kind of block in one piece, and once for all blocks and sizes
+        if not exact and attention == "sdpa":  # each kind of block in one piece, and once for all blocks and sizes
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if key == "flux2_klein" else 1)
 
 

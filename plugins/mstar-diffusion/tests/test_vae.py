@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers_pipelines import KINDS, model_of, node_of, step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from diffusers_pipelines import KINDS, model_of, node_of, step
 
 from mstar.nn import ops
 from mstar.testing.compiling import fresh_compiler

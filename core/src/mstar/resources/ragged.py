@@ -60,6 +60,19 @@ class RaggedView:
             raise MstarError(f"segments of {sum(segments)} items in all for {q.shape[0]} packed items")
         return plan.attend(q, k, v, causal=causal, scale=scale)
 
+    def attend_windows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention within windows of one length: *q* ``[windows, length, heads, head_dim]``, *k* and *v* ``[windows,
+        length, kv_heads, head_dim]``; gives a tensor like *q*. Their numbers are those of a step's inputs, stacked
+        ones, so that captured steps have them too, if the backend has plans that stay."""
+        windows, length = q.shape[:2]
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+        if self._lane_plan is None:
+            return self.attend(*packed, lengths=[length] * windows).view(q.shape)
+        plan = self._backend.plan_windows(windows, length)
+        if plan is None:
+            raise MstarError("attention within windows")
+        return plan.attend(*packed).view(q.shape)
+
 
 _SEGMENTS = (17, 65)
 """To how many segments captured steps are filled up, if rows have several; one of them is the padding's."""

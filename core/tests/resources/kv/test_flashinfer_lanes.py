@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import fake_flashinfer
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import IntegrityError, Owner, ResourceContext, Row
 from mstar.resources.cross_kv import CrossKV
 from mstar.resources.paged_kv import PagedKV
+from mstar.resources.ragged import RaggedAttention
 from mstar.resources.staging import Lane, Stage
 from mstar.resources.window_kv import WindowKV
 from mstar.spec import resources as specs
@@ -233,6 +235,31 @@ def test_a_lane_of_segments(fake: Fake, causal: bool) -> None:
         wanted = TorchAttention().plan_ragged(lengths, stage, "wanted").attend(q, own[0], own[1], causal=causal)
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-6)
     assert len(plans) == len(addresses) == 1
+
+
+@pytest.mark.parametrize(("hopper", "kind"), [(True, "fa3"), (False, "fa2")])
+def test_windows_are_planned_once_for_all_lanes(hopper: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = fake_flashinfer.install(monkeypatch, hopper)
+    spec = specs.RaggedAttention(4, 2, 8, backend="flashinfer")
+    context = ResourceContext(torch.device("cpu"), torch.float32, 4, None, [FlashInferOnCPU()], stage=Stage("cpu"))
+    resource, owners = RaggedAttention("windows", spec, context), [Owner(name) for name in "AB"]
+    lanes = [Lane(2, torch.device("cpu"), {"windows": ()}) for _ in range(2)]
+    for lane in (*lanes, *lanes):
+        context.stage.begin(lane)
+        view = resource.plan([Row(owner) for owner in owners])
+        context.stage.send()
+        for length in (70, 65):  # of pictures, and of pictures with their words
+            q, k, v = torch.randn(2, length, 4, 8), *torch.randn(2, 2, length, 2, 8)
+            wanted = torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
+            )
+            torch.testing.assert_close(view.attend_windows(q, k, v), wanted.transpose(1, 2), rtol=1e-5, atol=2e-6)
+    assert fake.plans == [(kind, False)] * 2
+    assert {run[0] for run in fake.runs} == {f"ragged {kind}"}
+    monkeypatch.setattr("mstar.resources.attention.flashinfer_rows._capturing", lambda device: True)
+    view.attend_windows(q, k, v)
+    with pytest.raises(RuntimeError, match="did not occur before the capture"):
+        view.attend_windows(q[:, :64], k[:, :64], v[:, :64])
 
 
 @pytest.mark.parametrize("sink", [0, 2])

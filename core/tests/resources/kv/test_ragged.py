@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kv_reference import make_context, reference
@@ -8,6 +10,7 @@ from mstar.resources.attention import AttentionBackend, AttentionNeed, pick_back
 from mstar.resources.attention.torch_sdpa import TorchAttention
 from mstar.resources.base import IntegrityError, Owner, Row
 from mstar.resources.ragged import RaggedAttention
+from mstar.resources.staging import Lane
 from mstar.spec import resources as specs
 from mstar.spec.errors import MstarError, SetupError
 from mstar.spec.request import EngineRequest
@@ -36,6 +39,30 @@ def test_segments_equal_the_reference(lengths: list[int], heads: tuple[int, int]
         for part, qs, ks, vs in zip(*(t.split(lengths) for t in (out, q, k, v)), strict=True):
             wanted = reference(qs.double(), ks.double(), vs.double(), 0, causal=causal, scale=0.5)
             torch.testing.assert_close(part.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_windows_of_one_length(heads: tuple[int, int]) -> None:
+    resource = make(*heads)
+    q, k, v = torch.randn(3, 5, heads[0], 8), torch.randn(3, 5, heads[1], 8), torch.randn(3, 5, heads[1], 8)
+    view = resource.plan([Row(A), Row(B), Row(A)])
+    for some in (slice(3), slice(1)):
+        out = view.attend_windows(q[some], k[some], v[some])
+        for got, qs, ks, vs in zip(out, q, k, v, strict=False):
+            wanted = reference(qs.double(), ks.double(), vs.double(), 0, causal=False)
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=2e-6)
+
+
+def test_captured_steps_have_windows_only_where_plans_of_them_stay() -> None:
+    class Refilled(TorchAttention):
+        name, priority, capturable_beside = "refilled", 99, True
+
+    context = replace(make_context(), attention_backends=[Refilled()])
+    resource = RaggedAttention("ragged", specs.RaggedAttention(4, 4, 8), context)
+    context.stage.begin(Lane(2, torch.device("cpu"), {"ragged": ()}))
+    q = torch.randn(2, 5, 4, 8)
+    with pytest.raises(MstarError, match="attention within windows"):
+        resource.plan([Row(A), Row(B)]).attend_windows(q, q, q)
 
 
 def test_books() -> None:

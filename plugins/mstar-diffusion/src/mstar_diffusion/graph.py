@@ -43,7 +43,9 @@ from mstar.spec.graph import (
     Times,
 )
 from mstar.spec.request import EngineRequest
+from mstar.spec.resources import RaggedAttention, ResourceSpec
 from mstar.weights.names import WeightMap
+from mstar_diffusion.dit.attention import BY_RESOURCE, RESOURCE
 from mstar_diffusion.exact import keep_exact
 from mstar_diffusion.knobs import MOST_STEPS, SIZES, ImageOptions, Size
 from mstar_diffusion.lora import check_files, fold
@@ -91,14 +93,17 @@ class ImageFacts:
 
     :param latent: dtype of what the loop refines; it is ``[h, w, channels]``, one token a point. :param channels: of
         it. :param context: width of what the text encoder gives. :param prompt: width of what the denoiser makes of
-        it. :param references: most pictures that a request may refer to. :param guided: whether there is guidance, by
-        a second prompt and the parameter ``guidance_scale``.
+        it. :param heads: of the denoiser's attention. :param head_dim: their width.
+    :param references: most pictures that a request may refer to. :param guided: whether there is guidance, by a second
+        prompt and the parameter ``guidance_scale``.
     """
 
     latent: str
     channels: int
     context: int
     prompt: int
+    heads: int
+    head_dim: int
     references: int = 0
     guided: bool = False
 
@@ -147,6 +152,13 @@ class ImageModel(Model, abc.ABC):
             streams=(_ANSWER, _PROGRESS, _PREVIEW),
             inputs=(_IDS, _LENGTH, _latent(facts), _SIGMAS, *(replace(port, optional=True) for port in optional)),
         )
+
+    def resources(self) -> Mapping[str, ResourceSpec]:
+        """What the denoiser's entries use, where a backend of the engine's is to attend."""
+        if self.options.attention_backend != BY_RESOURCE:
+            return {}
+        facts = self.facts()
+        return {RESOURCE: RaggedAttention(facts.heads, facts.heads, facts.head_dim, BY_RESOURCE)}
 
     def route(self, partition: str, request: EngineRequest) -> Generator[Run, Outcome, None]:
         facts = self.facts()
@@ -226,14 +238,14 @@ class ImageModel(Model, abc.ABC):
             Port(condition(i), "model", (f"h{i}", f"w{i}", facts.channels), "stacked", optional=True)
             for i in range(facts.references)
         )
-        yield Entry("prepare", (context, _LENGTH), (prompt,), graph_sizes=self._prompts())
-        yield Entry(
-            "step", (latent, prompt, _SIGMAS, _INDEX, *seen), (latent, clean), graph_sizes=tuple(self.captured())
-        )
+        attention = tuple(self.resources())
+        yield Entry("prepare", (context, _LENGTH), (prompt,), resources=attention, graph_sizes=self._prompts())
+        given = (latent, prompt, _SIGMAS, _INDEX)
+        yield Entry("step", (*given, *seen), (latent, clean), resources=attention, graph_sizes=tuple(self.captured()))
         if facts.guided:
             velocity = replace(latent, name="velocity")
             cond, uncond = replace(latent, name="cond"), replace(latent, name="uncond")
-            yield Entry("velocity", (latent, prompt, _SIGMAS, _INDEX), (velocity,))
+            yield Entry("velocity", given, (velocity,), resources=attention)
             yield Entry("guide", (latent, cond, uncond, _SCALE, _SIGMAS, _INDEX), (latent, clean))
 
     def _prompts(self) -> tuple[Mapping[str, int], ...]:

@@ -76,9 +76,10 @@ class ImageOptions(Knobs):
     max_batch_size: int = Field(
         8, ge=1, le=64, description="Most requests in one denoise step; more take turns.", strict=True
     )
-    attention_backend: Literal["sdpa", "cudnn", "flash", "efficient", "math"] = Field(
+    attention_backend: Literal["sdpa", "flashinfer", "cudnn", "flash", "efficient", "math"] = Field(
         "sdpa",
-        description="PyTorch's attention in the denoiser on a GPU: one by name, or `sdpa`, the first that fits of all.",
+        description="The denoiser's attention on a GPU: FlashInfer's, one of PyTorch's by name, or `sdpa`, the first "
+        "of PyTorch's that fits.",
     )
     compile_exact_ops: bool | Annotated[tuple[Literal["norms", "activations"], ...], Field(max_length=2)] = Field(
         False,

@@ -173,6 +173,11 @@ class AttentionBackend(abc.ABC):
         """Plan attention within segments of these *lengths*; *stage* and *key* as in :meth:`plan_kv`. On a lane as many
         segments in each step, of which some may be empty."""
 
+    def plan_windows(self, windows: int, length: int) -> RaggedPlan | None:
+        """Plan attention within so many *windows* of one *length*, for captured steps: as often as it is used, by
+        whichever lane, it stays as it is. ``None``: steps with windows are not captured."""
+        return None
+
 
 def pick_backend(
     backends: Sequence[AttentionBackend], need: AttentionNeed, forced: str | None = None

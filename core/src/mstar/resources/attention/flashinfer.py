@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mstar.resources.attention.base import AttentionBackend, AttentionNeed, KVBatch, KVPlan, RaggedPlan
 from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, Library, Shape
-from mstar.resources.attention.flashinfer_lanes import LaneBeside, LaneSegments
+from mstar.resources.attention.flashinfer_lanes import LaneBeside, LaneSegments, Windows
 from mstar.resources.attention.flashinfer_plans import BesidePlan, LanePlan, SegmentsPlan, StepPlan
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.attention.torch_sdpa import TorchAttention
@@ -52,6 +52,7 @@ class FlashInferAttention(AttentionBackend):
         self.few = FewRows()
         self._libraries: dict[torch.device, Library] = {}
         self._kernels: dict[tuple[str, Shape, Combination], Kernel] = {}
+        self._windows: dict[tuple[int, int], Windows] = {}
         self._pages: weakref.WeakKeyDictionary[KVMemory, dict[int, list[_Pair]]] = weakref.WeakKeyDictionary()
         self._checked: dict[AttentionNeed, str | None] = {}
 
@@ -113,6 +114,9 @@ class FlashInferAttention(AttentionBackend):
         plan: LaneSegments = stage.keep(f"{key}.flashinfer", lambda: LaneSegments(self, key))
         plan.refill(np.asarray(lengths, np.int64), stage)
         return plan
+
+    def plan_windows(self, windows: int, length: int) -> RaggedPlan:
+        return self._windows.setdefault((windows, length), Windows(self, windows, length))
 
     # --- what plans share -------------------------------------------------------------------------------------------
     def torch_plan(self, memory: KVMemory, batch: KVBatch, stage: Stage, key: str) -> KVPlan:

@@ -1,4 +1,4 @@
-"""Segments and frozen steps in captured graphs on FlashInfer: plans that stay, planned again for each step.
+"""Segments, windows and frozen steps in captured graphs on FlashInfer: plans that stay, planned again for each step.
 
 What a graph reads lies in tensors of the stage and in workspaces of the lane's kernels.
 """
@@ -16,14 +16,14 @@ from mstar.resources.attention.base import KVBatch, RaggedPlan
 from mstar.resources.attention.flashinfer_kernels import Combination, Kernel, Shape
 from mstar.resources.attention.flashinfer_pages import PageList, kernel_page, list_pages, room
 from mstar.resources.attention.flashinfer_plans import MemoryPlan
-from mstar.resources.attention.flashinfer_rows import LaneRows, Way, fits, refuse_while_capturing, usable
+from mstar.resources.attention.flashinfer_rows import LaneRows, Segments, Way, fits, refuse_while_capturing, usable
 from mstar.resources.attention.memory import KVMemory
 from mstar.resources.staging import Stage
 
 if TYPE_CHECKING:
     from mstar.resources.attention.flashinfer import FlashInferAttention
 
-__all__ = ["LaneBeside", "LaneSegments"]
+__all__ = ["LaneBeside", "LaneSegments", "Windows"]
 
 
 class LaneSegments(RaggedPlan):
@@ -69,6 +69,26 @@ class LaneSegments(RaggedPlan):
             kernel = self._kernels[shape, how] = Kernel(self._backend.library(device), "fa2", shape, how, lane)
             kernel.plan(self._pages, self)
         return kernel
+
+
+class Windows(RaggedPlan):
+    """Attention within windows of one length, planned once: on any lane, in each step the same."""
+
+    def __init__(self, backend: FlashInferAttention, windows: int, length: int):
+        self._segments = Segments(backend, np.full(windows, length))
+        self._kernels: dict[tuple[torch.dtype, int, Combination], Kernel] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+        how = Way(None, causal, scale, None).of(q)
+        key = (k.dtype, k.shape[1], how)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            refuse_while_capturing(q.device, how)
+            kernel = self._kernels[key] = self._segments.kernel(q, k, how, own=True)
+        q = usable(q)
+        out = q.new_empty(q.shape)
+        self._segments.attend(kernel, q, k, v, out)
+        return out
 
 
 class LaneBeside(MemoryPlan):

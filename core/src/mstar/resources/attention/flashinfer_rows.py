@@ -64,8 +64,12 @@ def fits(q: Tensor, planned: int) -> None:
 
 def refuse_while_capturing(device: torch.device, how: Combination) -> None:
     """:raises RuntimeError: a capture is under way: nothing new can be planned in it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         raise RuntimeError(f"a way to attend ({how}) did not occur before the capture")
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Rows:
@@ -148,10 +152,12 @@ class Segments:
         self._pages = PageList(len(sizes), int(starts[-1]), np.concatenate((starts, starts)), sizes)
         self._indptr: Tensor | None = None
 
-    def kernel(self, q: Tensor, k: Tensor, how: Combination) -> Kernel:
-        """:raises KernelFault: there is none."""
-        kind = _prefill_kind(self._backend.library(q.device), self._pages, how)
-        return self._backend.kernel(q.device, kind, Shape(k.shape[1], k.shape[2], 1, k.dtype), how)
+    def kernel(self, q: Tensor, k: Tensor, how: Combination, own: bool = False) -> Kernel:
+        """:param own: for these segments alone: what it was planned for stays.
+        :raises KernelFault: there is none."""
+        library, shape = self._backend.library(q.device), Shape(k.shape[1], k.shape[2], 1, k.dtype)
+        kind = _prefill_kind(library, self._pages, how)
+        return Kernel(library, kind, shape, how) if own else self._backend.kernel(q.device, kind, shape, how)
 
     def attend(self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         if self._indptr is None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mstar.nn.node import Step
+from mstar.nn.sequence import SequenceShards
 from mstar.nn.windows import attend_windows
 
-__all__ = ["ATTENTION_BACKENDS", "attend", "attention_by"]
+__all__ = ["ATTENTION_BACKENDS", "BY_RESOURCE", "RESOURCE", "TokenAttention", "attend", "attention_by"]
+
+BY_RESOURCE = "flashinfer"
+"""The option's value with which the engine attends, by the backend of that name: the denoiser's entries then have
+:data:`RESOURCE`."""
+RESOURCE = "dit_attention"
 
 ATTENTION_BACKENDS: dict[str, tuple[SDPBackend, ...]] = {
     # in the order in which they are tried
@@ -27,8 +35,8 @@ ATTENTION_BACKENDS: dict[str, tuple[SDPBackend, ...]] = {
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     "math": (SDPBackend.MATH,),
 }
-"""Names of the option ``attention_backend``. Pictures come in few sizes, so cuDNN's attention, which prepares itself
-for each length anew, is worth its preparation here."""
+"""Values of the option ``attention_backend`` that are PyTorch's. Pictures come in few sizes, so cuDNN's attention,
+which prepares itself for each length anew, is worth its preparation here."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None) -> Tensor:
@@ -48,9 +56,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tenso
 
 @contextmanager
 def attention_by(name: str, device: torch.device) -> Iterator[None]:
-    """Within it :func:`attend` runs on the backend *name*. The CPU has one of its own, whatever the name."""
-    if device.type == "cpu":
+    """Within it :func:`attend` runs on the backend *name*. The CPU has one of its own, whatever the name; with
+    :data:`BY_RESOURCE` nothing is chosen here."""
+    if device.type == "cpu" or name == BY_RESOURCE:
         yield
         return
     with sdpa_kernel(list(ATTENTION_BACKENDS[name]), set_priority=True):
         yield
+
+
+class TokenAttention:
+    """How the tokens of a step's rows see each other: all of a row, each.
+
+    :param step: where it has :data:`RESOURCE`, that attends; otherwise :func:`attend`.
+    :param shards: of which sequence a rank has these tokens; ``None``: it has them all.
+    """
+
+    def __init__(self, step: Step, shards: SequenceShards | None = None):
+        self.view: Any = step.views.get(RESOURCE)
+        self.shards = shards
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``[rows, tokens, heads, head_dim]`` of queries, keys and values of that shape."""
+        if self.shards is not None:
+            return self.shards.attend(attend if self.view is None else self.view.attend_windows, q, k, v)
+        return attend(q, k, v) if self.view is None else self.view.attend_windows(q, k, v)

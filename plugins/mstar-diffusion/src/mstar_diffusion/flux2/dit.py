@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mstar.nn.ops.modulate import Addition, Heads, add, add_modulate, modulate, 
 from mstar.nn.sequence import SequenceShards
 from mstar.nn.shards import Division, share
 from mstar.spec.errors import SetupError
-from mstar_diffusion.dit.attention import attend, attention_by
+from mstar_diffusion.dit.attention import TokenAttention, attention_by
 from mstar_diffusion.dit.feed_forward import SwiGLU
 from mstar_diffusion.dit.modulation import Modulation, Shifted
 from mstar_diffusion.dit.rope import AxesRope, Turn, grid, line
@@ -102,12 +103,6 @@ class Flux2Config:
         return nn.LayerNorm(self.dim, self.eps, elementwise_affine=False)
 
 
-def _mixed(q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards | None) -> Tensor:
-    """``[rows, tokens, width]``: attention of *q*, *k*, *v* ``[rows, tokens, heads, head]``."""
-    mixed: Tensor = attend(q, k, v) if shards is None else shards.attend(attend, q, k, v)
-    return mixed.flatten(2)
-
-
 class FeedForward(nn.Module):
     def __init__(self, config: Flux2Config):
         super().__init__()
@@ -134,13 +129,11 @@ class JointAttention(nn.Module):
         self.to_out = nn.ModuleList([RowLinear(dim, dim, unit=head)])
         self.to_add_out = RowLinear(dim, dim, unit=head)
 
-    def forward(
-        self, picture: Tensor, text: Tensor, turn: Turn, shards: SequenceShards | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, picture: Tensor, text: Tensor, turn: Turn, attend: TokenAttention) -> tuple[Tensor, Tensor]:
         of_picture = self.to_qkv(picture).unflatten(-1, (3, self.heads, -1))
         of_text = self.added_qkv(text).unflatten(-1, (3, self.heads, -1))
         parts = Heads(of_text, self.norm_added_q, self.norm_added_k), Heads(of_picture, self.norm_q, self.norm_k)
-        mixed = _mixed(*turn_heads(parts, *turn), shards)
+        mixed = attend(*turn_heads(parts, *turn)).flatten(2)
         of_text, of_picture = mixed[:, : text.shape[1]], mixed[:, text.shape[1] :]
         return self.to_out[0](of_picture), self.to_add_out(of_text)
 
@@ -159,16 +152,16 @@ class DoubleBlock(nn.Module):
         steered: tuple[Modulation, Modulation],
         text_steered: tuple[Modulation, Modulation],
         turn: Turn,
-        shards: SequenceShards | None = None,
+        attend: TokenAttention,
     ) -> tuple[Tensor, Tensor]:
         """*picture* and *text* ``[rows, tokens, dim]``; of each the modulation of attention and of the feed-forward.
-        *shards*: of which sequence these are a rank's tokens, text and picture; ``None``: they are all."""
+        *attend*: of the sequence text, picture."""
         (mixing, feeding), (text_mixing, text_feeding) = steered, text_steered
         mixed, text_mixed = self.attn(
             modulate(picture, self.norm1, mixing.scale, mixing.shift),
             modulate(text, self.norm1_context, text_mixing.scale, text_mixing.shift),
             turn,
-            shards,
+            attend,
         )
         picture = self._fed(picture, Addition(mixed, mixing.gate), self.norm2, self.ff, feeding)
         return picture, self._fed(
@@ -198,10 +191,10 @@ class ParallelAttention(nn.Module):
         self.norm_q, self.norm_k = (nn.RMSNorm(config.head, config.eps) for _ in range(2))
         self.to_out = RowLinear(dim + hidden, dim, sections=(dim, hidden))
 
-    def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, attend: TokenAttention) -> Tensor:
         qkv, fed = self.to_qkv_mlp_proj(x).split(self.parts, -1)
         heads = Heads(qkv.unflatten(-1, (3, self.heads, -1)), self.norm_q, self.norm_k)
-        return self.to_out(self.act(fed, _mixed(*turn_heads((heads,), *turn), shards)))  # type: ignore[no-any-return]
+        return self.to_out(self.act(fed, attend(*turn_heads((heads,), *turn)).flatten(2)))  # type: ignore[no-any-return]
 
 
 class SingleBlock(nn.Module):
@@ -210,9 +203,8 @@ class SingleBlock(nn.Module):
         self.norm = config.norm()
         self.attn = ParallelAttention(config)
 
-    def forward(self, x: Tensor, steered: Modulation, turn: Turn, shards: SequenceShards | None = None) -> Tensor:
-        """*shards*: as :meth:`DoubleBlock.forward`'s."""
-        mixed = self.attn(modulate(x, self.norm, steered.scale, steered.shift), turn, shards)
+    def forward(self, x: Tensor, steered: Modulation, turn: Turn, attend: TokenAttention) -> Tensor:
+        mixed = self.attn(modulate(x, self.norm, steered.scale, steered.shift), turn, attend)
         return add(x, Addition(mixed, steered.gate))
 
 
@@ -240,7 +232,7 @@ class OutNorm(nn.Module):
 class Flux2Dit(Node):
     """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, normalised.
 
-    :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+    :param attention: the option ``attention_backend``.
 
     Sequence parallelism divides text and picture, references included, each by itself.
     """
@@ -289,14 +281,14 @@ class Flux2Dit(Node):
         *index* ``[rows]`` as :func:`~mstar_diffusion.steppers.euler`'s; the references ``[rows, h', w', token]``."""
         seen = (condition_0, condition_1, condition_2, condition_3)
         with attention_by(self.backend, step.device):
-            velocity = row_by_row(self._flow, latent, prompt, at_step(sigmas, index), *seen)
+            velocity = row_by_row(partial(self._flow, step), latent, prompt, at_step(sigmas, index), *seen)
         return {
             "latent": euler(latent, velocity, sigmas, index),
             "clean": clean(latent, velocity, sigmas, index),
         }
 
     # --- one step's maths ---------------------------------------------------------------------------------------------
-    def _flow(self, latent: Tensor, prompt: Tensor, level: Tensor, *conditions: Tensor | None) -> Tensor:
+    def _flow(self, step: Step, latent: Tensor, prompt: Tensor, level: Tensor, *conditions: Tensor | None) -> Tensor:
         """The velocity of *latent* at noise *level* ``[rows]``."""
         height, width = latent.shape[1:3]
         seen = [condition for condition in conditions if condition is not None]
@@ -309,14 +301,14 @@ class Flux2Dit(Node):
         picture, turn = self.x_embedder(tokens), self._turn(latent, prompt, seen)
         behind = prompt.shape[1]
         both = SequenceShards((behind, picture.shape[1]), self.sp)
-        shards = both if self.sp.size > 1 else None
+        attend = TokenAttention(step, both if self.sp.size > 1 else None)
         turn = turn.part(0, behind).own(both, 0).join(turn.part(behind).own(both, 1))
         text, picture = both.own(prompt, 0), both.own(picture, 1)
         for block in self.transformer_blocks:
-            picture, text = block(picture, text, steered, text_steered, turn, shards)
+            picture, text = block(picture, text, steered, text_steered, turn, attend)
         x = torch.cat((text, picture), 1)
         for block in self.single_transformer_blocks:
-            x = block(x, single, turn, shards)
+            x = block(x, single, turn, attend)
         x = both.whole(x, 1)[:, : height * width]
         return self.proj_out(self.norm_out(x, time)).unflatten(1, (height, width))  # type: ignore[no-any-return]
 

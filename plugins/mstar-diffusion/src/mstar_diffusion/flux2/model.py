@@ -50,7 +50,8 @@ class Flux2Klein(ImageModel):
             )
 
     def facts(self) -> ImageFacts:
-        return ImageFacts("model", self.dit.token, self.dit.context, self.dit.dim, references=REFERENCES)
+        dit = self.dit
+        return ImageFacts("model", dit.token, dit.context, dit.dim, dit.heads, dit.head, references=REFERENCES)
 
     def captured(self) -> Iterator[Mapping[str, int]]:
         options: Flux2Options = self.context.options

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mstar.nn.node import Node, Step
 from mstar.nn.ops.modulate import Addition, Heads, add, add_modulate, modulate, turn_heads
 from mstar.nn.sequence import SequenceShards
 from mstar.spec.errors import SetupError
-from mstar_diffusion.dit.attention import attend, attention_by
+from mstar_diffusion.dit.attention import TokenAttention, attention_by
 from mstar_diffusion.dit.feed_forward import SwiGLU
 from mstar_diffusion.dit.rope import AxesRope, Turn, grid, line
 from mstar_diffusion.dit.time import time_waves
@@ -99,6 +100,10 @@ class ZImageConfig:
         )
 
     @property
+    def head(self) -> int:
+        return self.dim // self.heads
+
+    @property
     def token(self) -> int:
         return _PATCH * _PATCH * self.channels
 
@@ -106,17 +111,15 @@ class ZImageConfig:
 class Attention(nn.Module):
     def __init__(self, config: ZImageConfig):
         super().__init__()
-        dim, head = config.dim, config.dim // config.heads
+        dim, head = config.dim, config.head
         self.to_qkv = QKVLinear(dim, config.heads, config.heads, head, names=("to_q", "to_k", "to_v"))
         self.heads = self.to_qkv.heads
         self.norm_q, self.norm_k = (nn.RMSNorm(head, _HEAD_EPS) for _ in range(2))
         self.to_out = nn.ModuleList([RowLinear(dim, dim, unit=head)])
 
-    def forward(self, x: Tensor, turn: Turn, shards: SequenceShards | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, attend: TokenAttention) -> Tensor:
         heads = Heads(self.to_qkv(x).unflatten(-1, (3, self.heads, -1)), self.norm_q, self.norm_k)
-        q, k, v = turn_heads((heads,), *turn)
-        mixed = attend(q, k, v) if shards is None else shards.attend(attend, q, k, v)
-        return self.to_out[0](mixed.flatten(2))  # type: ignore[no-any-return]
+        return self.to_out[0](attend(*turn_heads((heads,), *turn)).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -144,16 +147,13 @@ class Block(nn.Module):
         time = min(config.dim, _TIME)
         self.adaLN_modulation = nn.ModuleList([Linear(time, 4 * config.dim, bias=True)] if modulated else [])
 
-    def forward(
-        self, x: Tensor, turn: Turn, time: Tensor | None = None, shards: SequenceShards | None = None
-    ) -> Tensor:
-        """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``. *shards*: of which sequence these are a rank's tokens;
-        ``None``: they are all."""
+    def forward(self, x: Tensor, turn: Turn, attend: TokenAttention, time: Tensor | None = None) -> Tensor:
+        """*x* ``[rows, tokens, dim]``, *time* ``[rows, 256]``."""
         vectors: Sequence[Tensor | None] = (None,) * 4
         if time is not None:
             vectors = self.adaLN_modulation[0](time)[:, None].chunk(4, -1)
         scale, gate, mlp_scale, mlp_gate = vectors
-        mixed = self.attention(modulate(x, self.attention_norm1, scale), turn, shards)
+        mixed = self.attention(modulate(x, self.attention_norm1, scale), turn, attend)
         mixing = Addition(mixed, gate, self.attention_norm2, bounded=True)
         x, normed = add_modulate(x, mixing, self.ffn_norm1, mlp_scale)
         return add(x, Addition(self.feed_forward(normed), mlp_gate, self.ffn_norm2, bounded=True))
@@ -191,7 +191,7 @@ class SingleRope(AxesRope):
 class ZImageDit(Node):
     """The denoiser's node. A latent is ``[h, w, token]``: 2 x 2 points of the autoencoder's, its channels last.
 
-    :param attention: a key of :data:`~mstar_diffusion.dit.attention.ATTENTION_BACKENDS`.
+    :param attention: the option ``attention_backend``.
 
     Sequence parallelism divides picture and caption, each by itself; what is made of the caption alone
     (:meth:`prepare`), once a picture, every rank makes for itself.
@@ -223,7 +223,7 @@ class ZImageDit(Node):
         """*context* ``[rows, L, caption]``, of which *length* ``[rows]`` tokens are the caption; *L* is a multiple of
         32. Returns ``prompt`` ``[rows, L, dim]``, refined."""
         with attention_by(self.backend, step.device):
-            return {"prompt": row_by_row(self._refined, context, length)}
+            return {"prompt": row_by_row(partial(self._refined, step), context, length)}
 
     def step(self, step: Step, latent: Tensor, prompt: Tensor, sigmas: Tensor, index: Tensor) -> dict[str, Any]:
         """One Euler step. *latent* float32 ``[rows, h, w, token]``; *prompt* of :meth:`prepare`; *sigmas* ``[rows, S]``
@@ -237,7 +237,7 @@ class ZImageDit(Node):
     def velocity(self, step: Step, latent: Tensor, prompt: Tensor, sigmas: Tensor, index: Tensor) -> dict[str, Any]:
         """``velocity`` ``[rows, h, w, token]``, float32; arguments as :meth:`step`'s."""
         with attention_by(self.backend, step.device):
-            return {"velocity": -row_by_row(self._flow, latent, prompt, at_step(sigmas, index)).float()}
+            return {"velocity": -row_by_row(partial(self._flow, step), latent, prompt, at_step(sigmas, index)).float()}
 
     def guide(
         self, step: Step, latent: Tensor, cond: Tensor, uncond: Tensor, scale: Tensor, sigmas: Tensor, index: Tensor
@@ -250,16 +250,16 @@ class ZImageDit(Node):
         }
 
     # --- one step's maths ---------------------------------------------------------------------------------------------
-    def _refined(self, context: Tensor, length: Tensor) -> Tensor:
+    def _refined(self, step: Step, context: Tensor, length: Tensor) -> Tensor:
         x: Tensor = self.cap_embedder[1](self.cap_embedder[0](context))
         padding = torch.arange(x.shape[1], device=x.device) >= length[:, None]
         x = torch.where(padding[..., None], self.cap_pad_token, x)
-        turn = self._caption_turn(x)
+        turn, attend = self._caption_turn(x), TokenAttention(step)
         for block in self.context_refiner:
-            x = block(x, turn)
+            x = block(x, turn, attend)
         return x
 
-    def _flow(self, latent: Tensor, prompt: Tensor, level: Tensor) -> Tensor:
+    def _flow(self, step: Step, latent: Tensor, prompt: Tensor, level: Tensor) -> Tensor:
         """What the network says of *latent* at noise *level* ``[rows]``: the velocity towards the picture."""
         _, height, width, _ = latent.shape
         time = self.t_embedder((1000 - level * 1000) / 1000 * self.config.time_scale, prompt.dtype)
@@ -273,11 +273,13 @@ class ZImageDit(Node):
         both = picture.beside(prompt.shape[1])
         divided = self.sp.size > 1
         x, turn = picture.own(x), turn.own(picture, 0)
+        attend = TokenAttention(step, picture if divided else None)
         for block in self.noise_refiner:
-            x = block(x, turn, time, picture if divided else None)
+            x = block(x, turn, attend, time)
         x, turn = torch.cat((x, both.own(prompt, 1)), 1), turn.join(self._caption_turn(prompt).own(both, 1))
+        attend = TokenAttention(step, both if divided else None)
         for block in self.layers:
-            x = block(x, turn, time, both if divided else None)
+            x = block(x, turn, attend, time)
         flow = both.whole(self.all_final_layer["2-1"](x, time))
         return flow[:, :points].unflatten(1, (height, width))  # type: ignore[no-any-return, no-untyped-call]
 

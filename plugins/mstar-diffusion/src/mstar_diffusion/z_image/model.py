@@ -40,7 +40,8 @@ class ZImage(ImageModel):
         self.vae = VaeConfig.read(part_config(weights, "vae"))
 
     def facts(self) -> ImageFacts:
-        return ImageFacts("float32", self.dit.token, self.text.hidden, self.dit.dim, guided=True)
+        dit = self.dit
+        return ImageFacts("float32", dit.token, self.text.hidden, dit.dim, dit.heads, dit.head, guided=True)
 
     def captured(self) -> Iterator[Mapping[str, int]]:
         options: ZImageOptions = self.context.options
