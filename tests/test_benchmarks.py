@@ -272,3 +272,14 @@ def test_the_http_path_loses_no_stream() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
     lost = {row[1]: row[5] for row in rows if row[1] in ("mstar", "bare", "offline")}
     assert lost == {"mstar": "0", "bare": "0", "offline": "0"}
+
+
+def test_a_picture_goes_its_way(tmp_path: Path) -> None:
+    words = [sys.executable, str(FOLDER / "image_path.py"), "--at-once", "2", "--rounds", "1", "--work-ms", "1"]
+    run = subprocess.run(
+        [*words, "--out", str(tmp_path / "out.json")], capture_output=True, text=True, timeout=170, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    (row,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert row["http_ms"] > 0 < row["offline_ms"]
+    assert row["http_adds_ms"] == pytest.approx(row["http_ms"] - row["offline_ms"])

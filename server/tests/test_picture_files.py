@@ -55,6 +55,7 @@ async def test_files_of_several_pictures_are_made_side_by_side(kit, together, st
     else:
         assert [shade(picture["b64_json"]) for picture in answer.json()["data"]] == [5, 45, 85], "in their order"
         assert answer.json()["size"] == "16x8"
+        assert int(answer.headers["content-length"]) == len(answer.content)
 
 
 async def test_a_file_is_made_while_other_pictures_are_not_there_yet(kit, monkeypatch):

@@ -136,8 +136,10 @@ def test_transparency_survives_where_it_can():
     ],
 )
 @pytest.mark.parametrize("kind", ["noise", "smooth", "flat"])
-def test_png_is_exact(shape, kind):
-    """Of any size and channels, to the last sum of the stream."""
+@pytest.mark.parametrize("cores", [1, 2, 7])
+def test_png_is_exact(shape, kind, cores, monkeypatch):
+    """Of any size and channels, on any number of cores, to the last sum of the stream."""
+    monkeypatch.setattr("mstar_server.media.encode.png._cores", lambda: cores)
     if kind == "noise":
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     else:

@@ -1,7 +1,7 @@
 """Pictures as OpenAI's clients expect them: whole, or as events of a stream with looks at them in between.
 
 A picture's file takes milliseconds to seconds. Each is made in a thread from when the picture is there, beside
-the others' and while the worker goes on; so is the text of an answer.
+the others' and while the worker goes on, with its text.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
 from mstar_server.errors import request_cancelled
-from mstar_server.media.encode.images import encode_image
+from mstar_server.media.encode.images import base64_bytes, encode_image
 from mstar_server.openai.image_request import ImageRequest
+from mstar_server.pieces import PiecesResponse
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
 
@@ -40,15 +41,15 @@ class _Form:
         return cls(body.output_format or "png", 100 if quality is None else quality)
 
     def encode(self, pixels: Any) -> bytes:
-        """The file. In JSON msgspec writes bytes as base64, straight into the answer."""
-        return encode_image(pixels, self.format, self.quality)
+        """The file, as base64."""
+        return base64_bytes(encode_image(pixels, self.format, self.quality))
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A picture of an answer: its file, and its size as ``WIDTHxHEIGHT``."""
+    """A picture of an answer: its file, as base64, and its size as ``WIDTHxHEIGHT``."""
 
-    data: bytes
+    text: bytes
     size: str
 
 
@@ -72,26 +73,28 @@ class ImageFiles:
         return ImageFile(self._form.encode(pixels), _size(pixels))
 
 
-def images_response(body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]) -> bytes:
-    """The whole answer: the pictures of all *answers*, in their order. Takes milliseconds a picture: call it in a
-    thread.
+def images_response(
+    body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]
+) -> PiecesResponse:
+    """The whole answer: the pictures of all *answers*, in their order.
 
     :raises RequestError: 499: the request was cancelled before any of them was made.
     """
     made = [file for mine in files for file in mine]
     if not made:
         raise _none(answers)
-    return _encode(
-        {
-            "created": int(time.time()),
-            "data": [{"b64_json": file.data} for file in made],
-            "background": "opaque",
-            "output_format": _Form.of(body).format,
-            "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
-            "size": made[-1].size,
-            "usage": _usage(answers),
-        }
-    )
+    facts = {
+        "created": int(time.time()),
+        "background": "opaque",
+        "output_format": _Form.of(body).format,
+        "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
+        "size": made[-1].size,
+        "usage": _usage(answers),
+    }
+    pieces = [_encode(facts)[:-1] + b',"data":[']
+    for number, file in enumerate(made):
+        pieces += (b',{"b64_json":"' if number else b'{"b64_json":"', file.text, b'"}')
+    return PiecesResponse([*pieces, b"]}"], "application/json")
 
 
 class ImageEvents:
@@ -150,7 +153,7 @@ class ImageEvents:
         kind = f"{self._kind}.{what}"
         event = {
             "type": kind,
-            "b64_json": self._form.encode(pixels),
+            "b64_json": msgspec.Raw(b'"%b"' % self._form.encode(pixels)),
             "created_at": int(time.time()),
             "size": _size(pixels),
             "quality": self._body.quality or "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.tasks import Audio
+from mstar_server.media.encode.images import base64_text
 from mstar_server.media.values import decode_base64
 
 __all__ = ["FORMATS", "AudioBuffer", "AudioFormat", "LiveAudio", "OutgoingAudio", "read_format"]
@@ -203,4 +203,4 @@ def _resampler(rate: int, wanted: int) -> Any:
 
 
 def _base64(kind: AudioFormat, samples: np.ndarray) -> str:
-    return base64.b64encode(kind.encode(samples)).decode() if len(samples) else ""
+    return base64_text(kind.encode(samples)) if len(samples) else ""

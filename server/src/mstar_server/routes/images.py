@@ -75,8 +75,7 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
 
 async def _whole(service: Service, tasks: Sequence[Task], name: str, body: ImageRequest) -> Response:
     answers, files = await read(service, tasks, name, ImageFiles(body).read, samples=1)
-    data = await asyncio.to_thread(images_response, body, answers, files)
-    return Response(data, media_type="application/json")
+    return images_response(body, answers, files)
 
 
 async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> AsyncGenerator[bytes, None]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pybase64
 from PIL import Image as Pillow
 
 from mstar_server.media.encode.png import encode_png
 
-__all__ = ["IMAGE_TYPES", "base64_text", "encode_image", "png"]
+__all__ = ["IMAGE_TYPES", "base64_bytes", "base64_text", "encode_image", "png"]
 
 IMAGE_TYPES: Mapping[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 """Format → its media type."""
@@ -42,5 +42,9 @@ def png(pixels: Any) -> bytes:
     return encode_png(pixels)
 
 
+def base64_bytes(data: bytes) -> bytes:
+    return pybase64.b64encode(data)
+
+
 def base64_text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+    return pybase64.b64encode_as_string(data)
