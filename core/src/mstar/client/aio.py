@@ -14,8 +14,17 @@ import numpy as np
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
-from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sound_of, sse_text, unreachable
+from mstar.client.asks import (
+    FileLike,
+    chat_content,
+    generate_content,
+    json_content,
+    speech_content,
+    tts_ask,
+    voice_content,
+    voice_path,
+)
 from mstar.client.base import Base
 from mstar.client.live import Conversation, Heard, Items, Observation
 from mstar.runtime.result import Result
@@ -146,12 +155,22 @@ class AsyncClient(Base):
         self,
         text: str,
         *,
+        voice: str | None = None,
         reference_audio: FileLike | None = None,
         ref_text: str | None = None,
         model: str | None = None,
         **knobs: Any,
     ) -> AudioDelta:
-        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        """*text*, spoken.
+
+        :param voice: one of :meth:`voices`, by id or name, uploaded ones too; needs a model with the ability `speech`.
+        :param reference_audio: a clip whose voice is to be used, where the model can. :param ref_text: what is said in
+            it, or in an uploaded *voice*.
+        """
+        if voice is not None:
+            speaking = model or self.model or await self._only_model()
+            asked = speech_content(speaking, text, voice, reference_audio, ref_text, knobs)
+            return sound_of(await self._sound("/v1/audio/speech", asked))
         files, named = tts_ask(reference_audio, ref_text, knobs)
         return only((await self.generate(text, files, model=model, **named)).audio, "audio")
 
@@ -216,6 +235,28 @@ class AsyncClient(Base):
         asked = {"model": model or self.model, "tokens": list(tokens)}
         return str((await self._post("/detokenize", json_content(asked)))["prompt"])
 
+    async def voices(self, *, model: str | None = None) -> list[dict[str, Any]]:
+        """The voices that *model*, or any of the server's, can speak with, those uploaded with this key among them:
+        ``id``, ``name``, ``language``, ``uploaded``, ``models``…"""
+        asked = {"params": {} if model is None else {"model": model}}
+        answer = await self._again(lambda: self._exchange("GET", "/v1/audio/voices", asked))
+        found: list[dict[str, Any]] = answer["data"]
+        return found
+
+    async def add_voice(
+        self, name: str, audio: FileLike, *, text: str | None = None, language: str | None = None
+    ) -> dict[str, Any]:
+        """Upload *audio*, a clip of somebody who speaks, as a voice for :meth:`tts`.
+
+        :param text: what is said in it. :param language: its code. Returns the voice as :meth:`voices` lists it.
+        """
+        made: dict[str, Any] = await self._post("/v1/audio/voices", voice_content(name, audio, text, language))
+        return made
+
+    async def delete_voice(self, voice: str) -> None:
+        """Have the server forget the uploaded voice of this id or name."""
+        await self._again(lambda: self._exchange("DELETE", voice_path(voice), {}))
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     async def _only_model(self) -> str:
@@ -230,6 +271,12 @@ class AsyncClient(Base):
 
     async def _exchange(self, method: str, path: str, content: dict[str, Any]) -> Any:
         return self._read(await self._http.request(method, path, **content))
+
+    async def _sound(self, path: str, content: dict[str, Any]) -> bytes:
+        async def attempt() -> bytes:
+            return self._body(await self._http.post(path, **content))
+
+        return await self._again(attempt)
 
     async def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
         """A response whose body has not been read."""
@@ -247,9 +294,12 @@ class AsyncClient(Base):
         return await self._again(attempt)
 
     def _read(self, response: httpx.Response) -> Any:
+        return json.loads(self._body(response))
+
+    def _body(self, response: httpx.Response) -> bytes:
         if response.status_code >= 400:
             raise error_of(response.status_code, response.headers, response.content)
-        return response.json()
+        return response.content
 
     async def _again(self, attempt: Callable[[], Awaitable[T]]) -> T:
         number = 0

@@ -14,8 +14,17 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.sync.client import connect
 
-from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
-from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sound_of, sse_text, unreachable
+from mstar.client.asks import (
+    FileLike,
+    chat_content,
+    generate_content,
+    json_content,
+    speech_content,
+    tts_ask,
+    voice_content,
+    voice_path,
+)
 from mstar.client.base import Base
 from mstar.client.live import Conversation, Heard, Items, Observation
 from mstar.runtime.result import Result
@@ -146,12 +155,22 @@ class Client(Base):
         self,
         text: str,
         *,
+        voice: str | None = None,
         reference_audio: FileLike | None = None,
         ref_text: str | None = None,
         model: str | None = None,
         **knobs: Any,
     ) -> AudioDelta:
-        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        """*text*, spoken.
+
+        :param voice: one of :meth:`voices`, by id or name, uploaded ones too; needs a model with the ability `speech`.
+        :param reference_audio: a clip whose voice is to be used, where the model can. :param ref_text: what is said in
+            it, or in an uploaded *voice*.
+        """
+        if voice is not None:
+            speaking = model or self.model or self._only_model()
+            asked = speech_content(speaking, text, voice, reference_audio, ref_text, knobs)
+            return sound_of(self._sound("/v1/audio/speech", asked))
         files, named = tts_ask(reference_audio, ref_text, knobs)
         return only(self.generate(text, files, model=model, **named).audio, "audio")
 
@@ -214,6 +233,28 @@ class Client(Base):
         asked = {"model": model or self.model, "tokens": list(tokens)}
         return str(self._post("/detokenize", json_content(asked))["prompt"])
 
+    def voices(self, *, model: str | None = None) -> list[dict[str, Any]]:
+        """The voices that *model*, or any of the server's, can speak with, those uploaded with this key among them:
+        ``id``, ``name``, ``language``, ``uploaded``, ``models``…"""
+        asked = {} if model is None else {"model": model}
+        answer = self._again(lambda: self._read(self._http.get("/v1/audio/voices", params=asked)))
+        found: list[dict[str, Any]] = answer["data"]
+        return found
+
+    def add_voice(
+        self, name: str, audio: FileLike, *, text: str | None = None, language: str | None = None
+    ) -> dict[str, Any]:
+        """Upload *audio*, a clip of somebody who speaks, as a voice for :meth:`tts`.
+
+        :param text: what is said in it. :param language: its code. Returns the voice as :meth:`voices` lists it.
+        """
+        made: dict[str, Any] = self._post("/v1/audio/voices", voice_content(name, audio, text, language))
+        return made
+
+    def delete_voice(self, voice: str) -> None:
+        """Have the server forget the uploaded voice of this id or name."""
+        self._again(lambda: self._read(self._http.delete(voice_path(voice))))
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _only_model(self) -> str:
@@ -225,6 +266,9 @@ class Client(Base):
 
     def _post(self, path: str, content: dict[str, Any]) -> Any:
         return self._again(lambda: self._read(self._http.post(path, **content)))
+
+    def _sound(self, path: str, content: dict[str, Any]) -> bytes:
+        return self._again(lambda: self._body(self._http.post(path, **content)))
 
     def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
         """A response whose body has not been read."""
@@ -242,9 +286,12 @@ class Client(Base):
         return self._again(attempt)
 
     def _read(self, response: httpx.Response) -> Any:
+        return json.loads(self._body(response))
+
+    def _body(self, response: httpx.Response) -> bytes:
         if response.status_code >= 400:
             raise error_of(response.status_code, response.headers, response.content)
-        return response.json()
+        return response.content
 
     def _again(self, attempt: Callable[[], T]) -> T:
         number = 0
