@@ -54,15 +54,18 @@ SHAPES = {
         "`hooks`, `source`; with `--traceback` also `traceback`."
     ),
     "graph": (
-        "An object: `key`, `nodes` (`name`, `ranks`, `max_rows`, `entries`), `partitions` (`name`, `walks`), "
-        "`walks` (name → tree whose parts have `kind` `call`, `seq`, `par` or `loop`), `streams`, `inputs`, "
-        "`sessions`, `resources`."
+        "An object: `key`, `replicas` (copies of the layout), `nodes` (`name`, `ranks`, `seats`: the groups of ranks "
+        "that each run it, `places`: those of prompts and of decoding where these are apart, `split`: what the seats "
+        "share out, `requests` or `contexts`, `max_rows`, `entries`), `partitions` (`name`, `walks`), `walks` (name → "
+        "tree whose parts have `kind` `call`, `seq`, `par`, `loop` or `draft`), `streams`, `inputs`, `sessions`, "
+        "`resources`."
     ),
     "check": (
         "An object: `key`, `ok`, `complete` (false: more may show once the faults are mended), `faults` (a list of "
         "`file`, `key`, `message`, `line` or null), `remarks` (what could not be tried), `weights_folder`, `device`, "
         "`dtype`, `between_ranks` (`way`, `why`; null with one rank), `max_concurrent_requests`, `nodes` (`name`, "
-        "`module`, `parameters`, `bytes`), `pools` (`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
+        "`module`, `parameters`, `bytes`, `step_bytes`: what its largest step needs beside), "
+        "`pools` (`name`, `kind`, `units`, `bytes`, `owners`, `full_requests`)."
     ),
     "license": (
         "`list` answers a list, `show` and `accept` one object: `key`, `terms`, `url`, `commercial`, `gated`,"
@@ -73,6 +76,18 @@ SHAPES = {
     "run": (
         "An object: `key`, `text`, `finish_reason`, `usage` (`input`, `output`), `files` (a list of `stream`,"
         " `path`, `media_type`), `first_s` (seconds to the first output), `seconds`."
+    ),
+    "key": (
+        "`add` answers an object with `id`, `name`, `key` (what clients send, shown this once), `expires` (or null), "
+        "`file`; `list` a list of `id`, `name`, `created`, `expires`, `max_requests`, `requests_per_minute`, "
+        "`expired`; `remove` an object with `id` and `name`."
+    ),
+    "simulate": (
+        "`run` answers an object: `model`, `replicas`, `devices`, `completed`, `refused`, `seconds`, `requests_per_s`, "
+        "`output_tokens_per_s`, `prompt_tokens_per_s`; `first_token`, `between_tokens`, `queued`, `whole` (seconds: "
+        "`p50`, `p95`, `p99`, `mean`), `busy_share` (`mean`, `least`, `most`), `kv_pages_most`, `kv_share_most`, "
+        "`queue_most`, `steps` (of all replicas); null for what there was none of. "
+        "`measure` and `fit` answer the profile that they write."
     ),
     "doctor": (
         "An object: `ok`, `findings` (a list of `subject`, `state`: `ok`, `missing` or `bad`, `detail`, `advice`)."

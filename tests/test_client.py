@@ -27,6 +27,7 @@ from mstar.spec.errors import NotReady, RequestError, TooBusy
 from mstar.spec.processor import ArrayDelta, AudioDelta, FramesDelta, TextDelta
 from mstar.spec.tasks import Audio, File, Image
 from mstar.testing.miniatures import MINIATURES, Example, miniature
+from mstar.testing.miniatures.catalog import speech_answer
 
 from .serving import Server, serving
 
@@ -138,6 +139,42 @@ def test_audio_and_its_file(client: Any, tmp_path: Path) -> None:
     sound.save(tmp_path / "x.wav")
     with wave.open(str(tmp_path / "x.wav")) as file:
         assert (file.getframerate(), file.getnframes()) == (8000, len(want))
+
+
+def spoken(voice: str | None = None, sample: np.ndarray | None = None) -> np.ndarray:
+    return speech_answer("hello", 6, voice, sample).clip(-1, 1)
+
+
+def test_voices_by_name(client: Any, tmp_path: Path) -> None:
+    """A model's own, a blend, and one that is uploaded, used, listed and forgotten."""
+    own = client.tts("hello", model="mini_tts", voice="bob", max_tokens=6)
+    assert (own.rate, own.samples.dtype) == (8000, np.float32)
+    np.testing.assert_allclose(own.samples, spoken("bob"), atol=1e-4)
+    blend = client.tts("hello", model="mini_tts", voice="ann+bob", max_tokens=6)
+    np.testing.assert_allclose(blend.samples, spoken("ann+bob"), atol=1e-4)
+    clip = np.linspace(-0.5, 0.5, 1003).astype(np.float32)
+    own.save(tmp_path / "clip.wav")
+    made = client.add_voice("my own", Audio(clip, 8000), text="hey", language="en")
+    try:
+        assert (made["name"], made["language"], made["uploaded"]) == ("my own", "en", True)
+        assert made in client.voices(model="mini_tts")
+        assert made not in client.voices(model="mini_omni")
+        assert {"ann", "bob"} < {voice["id"] for voice in client.voices()}
+        for name in (made["id"], "my own"):
+            cloned = client.tts("hello", model="mini_tts", voice=name, ref_text="hey", max_tokens=6)
+            np.testing.assert_allclose(cloned.samples, spoken(sample=clip), atol=1e-4)
+        with pytest.raises(RequestError) as taken:
+            client.add_voice("ann", tmp_path / "clip.wav")
+        assert (taken.value.status, taken.value.param, taken.value.code) == (409, "name", "voice_exists")
+    finally:
+        client.delete_voice("my own")
+    for call in (
+        lambda: client.tts("hello", model="mini_tts", voice=made["id"]),
+        lambda: client.delete_voice(made["id"]),
+    ):
+        with pytest.raises(RequestError) as caught:
+            call()
+        assert caught.value.param in ("voice", "voice_id"), caught.value
 
 
 def test_a_picture_and_its_file(client: Any, tmp_path: Path) -> None:
@@ -317,6 +354,11 @@ def test_errors_say_what_the_server_says(client: Any) -> None:
         (lambda: client.generate("x", [b"abc"], model="mini_chat"), 400, "files[0]"),
         (lambda: refused(client), 404, "model"),
         (lambda: client.tts("x", model="mini_tts", ref_text="y"), 400, "ref_text"),
+        (lambda: client.tts("x", model="mini_tts", voice="ann", ref_text="y"), 400, "ref_text"),
+        (lambda: client.tts("x", model="mini_tts", voice="ann", reference_audio=b"RIFF"), 400, "voice"),
+        (lambda: client.tts("x", model="mini_tts", voice="anna"), 400, "voice"),
+        (lambda: client.tts("x", voice="ann"), 400, "model"),
+        (lambda: client.add_voice("y", b"no sound"), 415, "audio_sample"),
     ):
         with pytest.raises(RequestError) as caught:
             call()

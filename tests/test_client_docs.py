@@ -34,12 +34,13 @@ def said(source: str, page: str, server: Server) -> str:
 def test_the_examples_of_the_client_page(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told = [said(source, "docs/client.md", server) for source in blocks("docs/client.md", "python")]
-    assert len(told) == 6
-    chat, kinds, anything, live, loop, wrong = told
+    assert len(told) == 7
+    chat, kinds, voices, anything, live, loop, wrong = told
     whole, pieces = chat.splitlines()
     assert whole == pieces
     assert kinds == "(1, 4, 3)\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"hello.wav", "abc.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hello.wav", "abc.png", "again.wav"}
+    assert "'ann', 'bob'" in voices
     assert "samples" in anything
     assert anything.splitlines()[-1] in ("length", "stop")
     assert "audio_seconds" in live

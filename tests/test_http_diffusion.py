@@ -165,6 +165,12 @@ def test_a_size_that_nobody_asked_for_fits_the_server(klein: Server) -> None:
     assert edited.json()["size"] == "448x224"
 
 
+def test_the_list_of_models_says_which_sizes_this_server_makes(klein: Server) -> None:
+    (listed,) = klein.http.get("/v1/models").json()["data"]
+    assert listed["canvas"]["sizes"]["max_pixels"] == 320 * 320
+    assert listed["canvas"]["references"] == 4
+
+
 def test_a_stream_shows_the_picture_on_its_way(klein: Server) -> None:
     ask: dict[str, Any] = {"model": "flux2_klein", "prompt": "a cat", "size": "320x64", "extra_body": {"seed": 1}}
     whole = klein.openai.images.generate(**ask)

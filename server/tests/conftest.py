@@ -20,6 +20,7 @@ import mstar.hookspecs
 import mstar_server.plugin
 from mstar.api_keys import add_key
 from mstar.cluster.base import Phase
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import NotReady
 from mstar.spec.knobs import SamplingKnobs
 from mstar.spec.model import Licence, ModelSpec
@@ -177,6 +178,10 @@ class ScriptedService:
         self.answers: list[ScriptedAnswer] = []
         self.stopped, self.sessions = False, 0
         self.holds: list[ScriptedHold] = []
+
+    @property
+    def canvas(self) -> Canvas | None:
+        return self.spec.canvas
 
     @property
     def open_requests(self) -> int:

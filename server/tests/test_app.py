@@ -241,6 +241,7 @@ async def test_a_bug_of_a_family_is_a_500_and_its_place_is_logged(kit, chat, cap
     said = [record.getMessage() for record in errors]
     assert said[0].startswith(f"unhandled error, id {errors[0].args[0]}: 'tiny' could not read a chat: TypeError: ")
     assert f"(at {__file__}:" in said[0]
+    assert not any("MSTAR_LOG_LEVEL" in text for text in said), "the traceback is here already"
     assert said[1].endswith("no rendering: secret (at owl.py:1)")
     assert said[3].endswith("no preparing: secret (at owl.py:2)")
 

@@ -240,11 +240,33 @@ async def test_large_kwargs_too_many_files_and_other_media_types(kit):
             assert (reply.status_code, reply.json()["error"]["param"]) == (413, "model_kwargs")
         for count in (2, 5):
             files = [("files", ("a", b"x"))] * count
-            assert (await client.post("/generate", files=files)).status_code == 400
+            reply = await client.post("/generate", files=files)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "too_many_files")
+            assert reply.json()["error"]["param"] == "files"
+            assert "limit of 1" in reply.json()["error"]["message"]
         other = await client.post("/generate", content=b"x", headers={"content-type": "text/plain"})
         assert other.status_code == 415
         broken = await client.post("/generate", content=b"{", headers={"content-type": "application/json"})
         assert broken.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/images/edits", "/v1/audio/transcriptions", "/v1/audio/voices"])
+async def test_what_is_wrong_with_a_form_is_said_in_our_words(kit, route):
+    async with kit.client(
+        kit.Service(kit.HELLO), max_text_chars=100, max_speech_chars=100, max_kwargs_bytes=9
+    ) as client:
+        for count in (65, 66, 1000):
+            reply = await client.post(route, files=[("picture[]", ("a", b"x"))] * count)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (400, "too_many_files")
+            assert reply.json()["error"]["param"] == "picture[]"
+            assert reply.json()["error"]["message"] == "'picture[]': the form has more files than the limit of 64"
+        long = await client.post(route, data={"text": "x" * 500}, files=[("file", ("a", b"x"))])
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "too_large")
+        assert (long.json()["error"]["param"], "limit of 40" in long.json()["error"]["message"]) == ("text", True)
+        for body in (b"--x\r\nno form", b"--x\r\nContent-Disposition: form-data\r\n\r\nx\r\n--x--\r\n"):
+            headers = {"Content-Type": "multipart/form-data; boundary=x"}
+            broken = await client.post(route, content=body, headers=headers)
+            assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_form")
 
 
 async def test_a_modality_that_the_model_does_not_take(kit):

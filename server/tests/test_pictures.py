@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mstar.spec.canvas import Canvas, Sizes
 from mstar.spec.processor import FramesDelta
 
 PICTURE = FramesDelta(np.zeros((1, 4, 6, 3), np.uint8))
@@ -68,3 +69,10 @@ async def test_a_model_that_makes_no_picture_is_at_fault(kit: Any, painting: Any
     async with kit.client(painting([])) as client:
         reply = await client.post(ROUTE, json={"model": "tiny", "prompt": "a bird"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
+
+
+@pytest.mark.parametrize(("own", "said"), [(5000, 5000), (9000, 8000), (None, 8000)])
+async def test_the_list_of_models_says_which_sizes_the_server_takes(kit: Any, own: int | None, said: int) -> None:
+    canvas = Canvas(Sizes(multiple=16, max_pixels=own))
+    async with kit.client(kit.Service(abilities=("image",), canvas=canvas), max_pixels=8000) as client:
+        assert (await client.get("/v1/models/tiny")).json()["canvas"]["sizes"]["max_pixels"] == said

@@ -18,6 +18,7 @@ import pluggy
 if TYPE_CHECKING:
     from mstar.cli.commands import Commands
     from mstar.registry import Registry
+    from mstar.spec.finding import Finding
     from mstar.spec.model import ModelSpec
     from mstar.spec.request import Done, EngineRequest, Failed
 
@@ -108,6 +109,16 @@ def mstar_cli(commands: Commands) -> None:
     """Add sub-commands to ``mstar``: *commands* takes them.
 
     Called when the command line is parsed, whatever the command: import what a command needs inside the command."""
+
+
+@hookspec
+def mstar_doctor() -> Sequence[Finding]:  # type: ignore[empty-body]
+    """What of this machine the plugin's models need beside what pip installs with it: a library of the system, a
+    program, data. One :class:`mstar.spec.finding.Finding` each, also for what is there; ``missing`` says in its
+    ``detail`` what does not work without, and in ``advice`` what to type.
+
+    Called by ``mstar doctor`` only, in its own process: look inside the function, not when the plugin is imported, and
+    load no model."""
 
 
 # --- observers: a worker tells what happens. They return nothing, and what they raise costs no request.

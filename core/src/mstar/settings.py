@@ -7,7 +7,7 @@ Nothing else in M* reads the environment. What belongs to one model stands in it
 variable                    meaning
 =========================== ========================================================================================
 ``MSTAR_CACHE``             Folder for weights and what was compiled. Default ``~/.cache/mstar``.
-``MSTAR_CONFIG``            Folder for what the operator decided (accepted licences). Default ``~/.config/mstar``.
+``MSTAR_CONFIG``            Folder for accepted licences and API keys. Default ``~/.config/mstar``.
 ``MSTAR_PLUGINS``           Use only these installed plugins (names, with commas); set but empty means none.
 ``MSTAR_BLOCK_PLUGINS``     Do not import these plugins.
 ``MSTAR_EXTRA_PLUGINS``     Modules to load as plugins beside the installed ones.

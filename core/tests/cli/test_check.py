@@ -458,6 +458,22 @@ def test_a_file_whose_model_is_not_there_has_its_line(llama: Run, tmp_path: Path
     assert err.startswith(f"{file}:2: model: there is no model 'toy-lama'; did you mean 'toy-llama'?")
 
 
+@pytest.mark.parametrize("command", ["check", "graph"])
+def test_the_file_may_name_the_model(llama: Run, tmp_path: Path, command: str) -> None:
+    file = deployment(tmp_path, "model: toy-llama\nweights: llama\n")
+    named = llama(command, "toy-llama", "--config", file)
+    assert named[0] == 0
+    assert llama(command, "--config", file) == named
+
+
+@pytest.mark.parametrize("words", [("check",), ("graph",), ("serve",), ("run", "hello")])
+def test_a_file_of_another_model_is_refused_with_both_names(llama: Run, tmp_path: Path, words: tuple[str, ...]) -> None:
+    file = deployment(tmp_path, "model: toy-chat\n")
+    status, _, err = llama(words[0], "toy-llama", *words[1:], "--config", file)
+    assert status == 1
+    assert f"{file}:1: model: this is the deployment of 'toy-chat', not of 'toy-llama'" in err
+
+
 def test_a_folder_of_weights_is_relative_to_its_file(llama: Run, tmp_path: Path) -> None:
     found = facts(llama, deployment(tmp_path, "model: toy-llama\nweights: llama\n"))
     assert (found["faults"], found["weights_folder"]) == ([], str(tmp_path / "llama"))

@@ -45,7 +45,9 @@ def test_version(mstar: Run) -> None:
         (("models", "--jsn"), "mstar models: unknown option '--jsn'; did you mean '--json'?"),
         (("models", "toy-chat", "extra"), "mstar models: unexpected argument 'extra'"),
         (("serve",), "mstar serve: which model?"),
-        (("serve", "d.yaml"), "'d.yaml' is no model but a file: `mstar serve KEY --config d.yaml`"),
+        (("graph",), "mstar graph: which model?"),
+        (("check",), "mstar check: which model?"),
+        (("serve", "d.yaml"), "'d.yaml' is no model but a file: `mstar serve --config d.yaml`"),
         (("serve", "toy-chat", "toy-chat"), "the model 'toy-chat' is named twice"),
         (("serve", "toy-chat", "--on-demand", "toy-chat"), "the model 'toy-chat' is named twice"),
         (("serve", "toy-chat", "toy-gated", "--weights", "x"), "--weights is for one model"),
@@ -419,6 +421,22 @@ def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None
     given = server.served["options"]
     assert {name: given[name] for _, name, _ in words.values()} == {name: value for _, name, value in words.values()}
     assert (given["allow_remote_media"], given["media_hosts"]) == (True, ("a.example", "*.b.example"))
+
+
+def test_serve_takes_its_models_from_their_files(mstar: Run, server: FakeServer, tmp_path: Path) -> None:
+    chat, gated, none = (tmp_path / name for name in ("chat.yaml", "gated.yaml", "none.yaml"))
+    chat.write_text("model: toy-chat\n")
+    gated.write_text("model: toy-gated\n")
+    none.write_text("max_sessions: 3\n")
+    status, _, err = mstar("serve", "--config", str(chat))
+    assert (status, err) == (0, "")
+    assert (server.served["services"], server.opened["config"]) == ({"toy-chat": "the service"}, chat)
+    assert mstar("serve", "--config", str(chat), "--config", str(gated))[0] == 0
+    assert server.served["services"].keys() == {"toy-chat", "toy-gated"}
+    status, _, err = mstar("serve", "--config", str(none))
+    assert (status, f"{none} names no model: add 'model: KEY'" in err) == (2, True)
+    assert "named twice" in mstar("serve", "--config", str(chat), "--config", str(chat))[2]
+    assert "cannot be read" in mstar("serve", "--config", str(tmp_path / "absent.yaml"))[2]
 
 
 def test_a_deployment_file_must_be_of_one_of_several_models(mstar: Run, server: FakeServer, tmp_path: Path) -> None:

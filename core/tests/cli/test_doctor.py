@@ -120,6 +120,41 @@ def test_a_backend_for_deterministic_engines_alone_is_not_missing(mstar: Run) ->
     assert found["detail"].endswith(", with engine.deterministic")
 
 
+NEEDS = """
+import mstar
+from mstar.spec.finding import Finding
+
+@mstar.hookimpl
+def mstar_doctor():
+    print("looking")
+    return [Finding("owls", "ok", "two"), Finding("mice", "missing", "none: owls starve", "apt install mice")]
+"""
+
+
+def test_hook_mstar_doctor(mstar: Run) -> None:
+    found = findings(mstar, extra="cli_toys_needs", code=NEEDS)
+    assert (found["owls"]["state"], found["owls"]["detail"]) == ("ok", "two")
+    assert (found["mice"]["state"], found["mice"]["advice"]) == ("missing", "apt install mice")
+    bad = NEEDS.replace('"missing"', '"bad"')
+    assert findings(mstar, extra="cli_toys_bad", code=bad)["mice"]["state"] == "bad", "and the command says so"
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("{}['x']", "mstar_doctor failed: KeyError: 'x'"),
+        ("[3]", "mstar_doctor must return a list of Finding, not [3]"),
+        ("[Finding('owls', 'fine', '')]", "mstar_doctor must return a list of Finding"),
+    ],
+)
+def test_a_plugin_that_cannot_say_what_it_needs(mstar: Run, result: str, said: str) -> None:
+    code = NEEDS.partition("    print")[0] + f"    return {result}\n"
+    found = findings(mstar, extra="cli_toys_needs_not", code=code)
+    assert found["plugin cli_toys_needs_not"]["state"] == "missing"
+    assert said in found["plugin cli_toys_needs_not"]["detail"]
+    assert found["memory"]["state"] == "ok", "the rest is looked at all the same"
+
+
 def test_a_port_in_use(mstar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

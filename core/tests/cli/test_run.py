@@ -105,6 +105,19 @@ def ended() -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_folder_that_cannot_be_written_is_found_before_the_model_is_loaded(
+    toys: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
+    monkeypatch.setattr("mstar.runtime.local.load", lambda *words, **named: pytest.fail("it was loaded"))
+    (tmp_path / "file").touch()
+    status, _, err = toys("run", "mini_tts", "Hello", "--out", str(tmp_path / "file" / below))
+    assert (status, f"{tmp_path / 'file'} is no folder" in err) == (2, True)
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    status, _, err = toys("run", "mini_tts", "Hello", "--out", str(tmp_path / below))
+    assert (status, f"{tmp_path} cannot be written to" in err) == (2, True)
+
+
 def test_text_in_text_out(toys: Run) -> None:
     status, out, err = toys("run", "mini_chat", "Hello", "--set", "max_tokens=5", "--set", "temperature=0")
     expected = EXPECTED["mini_chat"](Example("Hello", {"max_tokens": 5}))["text"]

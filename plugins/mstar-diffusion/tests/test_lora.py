@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,6 @@ def matrices(family: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 def merged(family: str, folder: Path, into: Path, factor: float) -> Path:
     """The checkpoint of *folder* with the adapter added by hand."""
-    import shutil
-
     shutil.copytree(folder, into)
     file = into / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
@@ -221,9 +220,20 @@ def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[
     ("tensors", "words"),
     [
         ({"transformer.strange.lora_A.weight": torch.ones(2, 3)}, "no matrix lora_B"),
-        (one(up=(32, 3)), "ranks 2 and 3"),
-        (one(down=(2, 31)), "this model's layer is"),
-        (one(down=(0, 32), up=(32, 0)), "ranks 0 and 0"),
+        (one(up=(32, 3)), f"tensor '{QUERIES}.lora_B.weight' is [32, 3]; of the rank of its lora_A, which is [2, 32]"),
+        (
+            one(down=(2, 31)),
+            f"tensor '{QUERIES}.lora_A.weight' is [2, 31], for this model's layer it should be [2, 32]",
+        ),
+        (one(up=(33, 2)), f"tensor '{QUERIES}.lora_B.weight' is [33, 2], for this model's layer it should be [32, 2]"),
+        (one(down=(0, 32), up=(32, 0)), "is [0, 32]: its rank is 0"),
+        (one(down=(2, 32, 1)), "is [2, 32, 1] and no matrix"),
+        ({**one(), f"{QUERIES}.alpha": torch.ones(2)}, "is [2] and no number"),
+        (
+            {**one(), **{f"transformer.x_embedder.{p}.weight": torch.ones(2, 2) for p in ("lora_A", "lora_B")}},
+            "tensor 'transformer.x_embedder.lora_A.weight' is [2, 2], for this model's layer it should be [2, 16] "
+            "(1 of 2 layers do not fit)",
+        ),
         ({**one(), f"{QUERIES}.lora_B.weight": torch.full((32, 2), math.nan)}, "values that are no numbers"),
         ({**one(), f"{QUERIES}.alpha": torch.tensor(math.inf)}, "values that are no numbers"),
         ({}, "has no tensors"),
@@ -258,23 +268,73 @@ def test_what_has_no_place_stops_the_start(
     assert len(str(caught.value)) < 400 + len(str(file)), "names of layers, but not all of them"
 
 
+@pytest.fixture
+def checked(flux2: Path, tmp_path: Path) -> Callable[[str], Any]:
+    """Checks a deployment of ``flux2_klein`` as it is written, beside a folder with its configurations alone."""
+    folder = tmp_path / "configurations"
+    shutil.copytree(flux2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def check(written: str) -> Any:
+        file = tmp_path / "deployment.yaml"
+        file.write_text(written)
+        installed = importlib.metadata.entry_points(group="mstar.plugins", name="diffusion")
+        extra = () if installed else ("mstar_diffusion.plugin",)
+        settings = replace(Settings.from_env(os.environ), extra_plugins=extra)
+        registry = Registry(load_plugins(settings))
+        return check_model(registry.model("flux2_klein"), settings, registry, config=file, weights=str(folder))
+
+    return check
+
+
+def lora(*paths: Path) -> str:
+    return "model_kwargs:\n  lora:\n" + "".join(f"    - path: {path}\n" for path in paths)
+
+
+def test_adapters_that_do_not_fit_are_found_without_weights(checked: Callable[[str], Any], tmp_path: Path) -> None:
+    """In any spelling, and each beside the faults of others: ranks apart, another model's width, authors' names."""
+    down, up = torch.ones(2, 32), torch.ones(64, 2)
+    joined, strange = "diffusion_model.double_blocks.0.img_attn.qkv", "transformer.strange"
+    files = {
+        "good": one(),
+        "ranks": one(up=(32, 3)),
+        "width": one(down=(2, 31)),
+        "authors": {f"{joined}.lora_A.weight": down, f"{joined}.lora_B.weight": up},
+        "strange": {f"{strange}.lora_A.weight": down, f"{strange}.lora_B.weight": up},
+    }
+    for name, tensors in files.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:50])
+    names = [*files, "damaged"]
+    found = checked(lora(*(tmp_path / f"{name}.safetensors" for name in names)))
+    wrong = {names[int(fault.key.split(".")[2])]: fault for fault in found.faults}
+    assert wrong.keys() == {*names} - {"good"}
+    assert [fault.line for fault in wrong.values()] == [4, 5, 6, 7, 8]
+    for name, fault in wrong.items():
+        assert f"{name}.safetensors" in fault.message
+    assert "is [32, 3]; of the rank of its lora_A, which is [2, 32], it should be [32, 2]" in wrong["ranks"].message
+    assert "is [2, 31], for this model's layer it should be [2, 32]" in wrong["width"].message
+    assert "is [64, 2], for this model's layer it should be [96, 2]" in wrong["authors"].message
+    assert "'transformer.strange' is no layer" in wrong["strange"].message
+    assert "cannot be read" in wrong["damaged"].message
+
+
+def test_an_adapter_that_fits_is_no_fault(checked: Callable[[str], Any], tmp_path: Path) -> None:
+    save_file(one(), tmp_path / "good.safetensors")
+    found = checked(lora(tmp_path / "good.safetensors"))
+    assert (found.faults, found.complete) == ([], True)
+
+
 def test_a_missing_file_stops_the_start(opened: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="is not there"):
         opened("flux2_klein", model_kwargs={"lora": [{"path": str(tmp_path / "none.safetensors")}]})
 
 
-def test_a_file_that_is_not_there_is_found_without_weights(flux2: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_found_without_weights(checked: Callable[[str], Any], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    file = tmp_path / "deployment.yaml"
-    paths = [tmp_path / "nowhere.safetensors", tmp_path / "empty"]
-    file.write_text("model_kwargs:\n  lora:\n" + "".join(f"    - path: {path}\n" for path in paths))
-    installed = importlib.metadata.entry_points(group="mstar.plugins", name="diffusion")
-    settings = replace(Settings.from_env(os.environ), extra_plugins=() if installed else ("mstar_diffusion.plugin",))
-    registry = Registry(load_plugins(settings))
-    found = check_model(registry.model("flux2_klein"), settings, registry, config=file, weights=str(flux2))
+    found = checked(lora(tmp_path / "nowhere.safetensors", tmp_path / "empty"))
     assert [(fault.file, fault.line, fault.key) for fault in found.faults] == [
-        (str(file), 3, "model_kwargs.lora.0.path"),
-        (str(file), 4, "model_kwargs.lora.1.path"),
+        (str(tmp_path / "deployment.yaml"), 3, "model_kwargs.lora.0.path"),
+        (str(tmp_path / "deployment.yaml"), 4, "model_kwargs.lora.1.path"),
     ]
     missing, empty = (fault.message for fault in found.faults)
     assert missing.endswith("nowhere.safetensors is not there")

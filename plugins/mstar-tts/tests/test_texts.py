@@ -23,6 +23,7 @@ from mstar_tts.kokoro.languages import language_of
 from mstar_tts.kokoro.pieces import pieces
 from mstar_tts.kokoro.tiny import CONFIG
 from mstar_tts.kokoro.voices import Voices, parse_blend
+from mstar_tts.plugin import mstar_doctor
 
 needs_espeak = pytest.mark.skipif(espeak() is None, reason="espeak-ng is not installed")
 
@@ -123,6 +124,21 @@ def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
             phonemes(["x"], language, True)
         assert (caught.value.param, caught.value.code) == ("lang_code", "language_not_installed")
     g2p._engine.__wrapped__.cache_clear()
+
+
+def test_doctor_says_which_languages_can_be_pronounced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `mstar doctor` says of a machine without espeak-ng and misaki, and of one that has espeak-ng."""
+    monkeypatch.setattr(g2p, "_has_misaki_english", lambda: False)
+    monkeypatch.setattr(g2p, "_installed", lambda *modules: False)
+    monkeypatch.setattr(g2p, "espeak", lambda: None)
+    found = {finding.advice: finding for finding in mstar_doctor()}
+    assert {finding.state for finding in found.values()} == {"missing"}
+    (espeak_advice,) = (advice for advice in found if "apt install espeak-ng" in advice)
+    assert found[espeak_advice].detail.endswith("Brazilian Portuguese: without espeak-ng")
+    monkeypatch.setattr(g2p, "espeak", object)
+    able, *unable = mstar_doctor()
+    assert (able.state, "American English, British English, Spanish" in able.detail) == ("ok", True)
+    assert [finding.detail.partition(":")[0] for finding in unable] == ["Japanese", "Mandarin Chinese"]
 
 
 # --- pieces --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mstar.spec.errors import MstarError, RequestError, nearest
+from mstar.spec.errors import FaultFound, MstarError, RequestError, nearest
 from mstar.spec.knobs import nearest_bound
 from mstar.spec.origin import describe
 from mstar_server.json_body import json_fault
@@ -59,14 +59,20 @@ def as_request_error(error: BaseException, target: str = "") -> RequestError:
     if isinstance(error, RequestError):
         return error
     incident = uuid.uuid4().hex
-    said = str(error) if isinstance(error, MstarError) else describe(error, (target,) if target else ())
-    log.error("unhandled error, id %s: %s", incident, said, exc_info=error)
+    log.error("unhandled error, id %s: %s", incident, _said(error, target), exc_info=error)
     return RequestError(
         f"internal error; the server's log has the cause under id {incident}",
         code="internal_error",
         status=500,
         type="server_error",
     )
+
+
+def _said(error: BaseException, target: str) -> str:
+    """*error* in one sentence, for a log that has its traceback too."""
+    if isinstance(error, FaultFound):
+        return error.message
+    return str(error) if isinstance(error, MstarError) else describe(error, (target,) if target else ())
 
 
 def request_cancelled() -> RequestError:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mstar.cluster.base import Phase
 from mstar.runtime.watch import Watcher
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import MstarError, NotReady, RequestError, TooBusy
 from mstar.spec.model import ModelSpec
 from mstar.spec.origin import describe
@@ -163,6 +164,11 @@ class OnDemand:
     def limits(self) -> Mapping[str, Any]:
         """What the operator set; known once it has been opened."""
         return {} if self._service is None else self._service.limits
+
+    @property
+    def canvas(self) -> Canvas | None:
+        """The spec's until it has been opened."""
+        return self.spec.canvas if self._service is None else self._service.canvas
 
     @property
     def open_requests(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mstar.cluster.base import Phase
 from mstar.runtime.watch import Watcher
+from mstar.spec.canvas import Canvas
 from mstar.spec.model import ModelSpec
 from mstar.spec.processor import Delta, Processor
 from mstar.spec.request import Usage
@@ -104,6 +105,10 @@ class Service(Generates, Protocol):
 
     @property
     def limits(self) -> Mapping[str, Any]: ...
+
+    @property
+    def canvas(self) -> Canvas | None:
+        """Which pictures and videos this deployment makes, as far as that is known before it is loaded."""
 
     @property
     def open_requests(self) -> int:

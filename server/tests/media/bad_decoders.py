@@ -41,13 +41,7 @@ def _lie(fd, job, output):
     return Decoded(frames=ArrayRef("uint8", (1000, 1000, 3), 0))
 
 
-DECODERS = {
-    **REAL,
-    "audio": _kill,
-    "video": _hang,
-    "frames": _eat,
-    "raise": _raise,
-    "lie": _lie,
-    "mask": _missing,
-    "slow": _slow,
-}
+DECODERS = {**REAL, "audio": _kill, "video": _hang, "frames": _eat, "mask": _missing}
+RAISING = {**REAL, "mask": _raise}
+LYING = {**REAL, "mask": _lie}
+SLOW = {**REAL, "mask": _slow}

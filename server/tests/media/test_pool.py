@@ -13,11 +13,11 @@ from mstar_server.media.decoder import Media
 from mstar_server.media.pool import DecoderPool
 from mstar_server.options import ServerOptions
 
-PNG = image_file("PNG")
+PNG, WAV, MP4 = image_file("PNG"), b"RIFF\0\0\0\0WAVE", b"\0\0\0\x18ftypisom"
 
 
-def make(processes=2, timeout_s=30.0, max_waiting=100, memory=1 << 30):
-    pool = DecoderPool(processes, timeout_s, memory, max_waiting, decoders="bad_decoders:DECODERS")
+def make(processes=2, timeout_s=30.0, max_waiting=100, memory=1 << 30, decoders="DECODERS"):
+    pool = DecoderPool(processes, timeout_s, memory, max_waiting, decoders=f"bad_decoders:{decoders}")
     return Media(ServerOptions(), pool=pool)
 
 
@@ -25,7 +25,7 @@ async def test_a_decoder_that_crashes_costs_its_own_request_only(caplog):
     media = make()
     try:
         good = [media.decode([item("image", PNG)]) for _ in range(6)]
-        bad = [media.decode([item("audio", PNG, "sound")]) for _ in range(3)]
+        bad = [media.decode([item("audio", WAV, "sound")]) for _ in range(3)]
         results = await asyncio.gather(*bad, *good, return_exceptions=True)
         for error in results[:3]:
             assert isinstance(error, RequestError)
@@ -42,7 +42,7 @@ async def test_a_decoder_that_hangs_is_killed_at_the_limit():
     media = make(processes=1, timeout_s=0.5)
     try:
         with pytest.raises(RequestError, match=r"longer than the limit of 0\.5 s") as caught:
-            await media.decode([item("video", PNG)])
+            await media.decode([item("video", MP4)])
         assert caught.value.status == 422
         assert (await media.decode([item("image", PNG)]))[0].pixels.shape == PIXELS.shape
     finally:
@@ -72,12 +72,14 @@ async def test_a_decoder_that_wants_too_much_memory_gets_an_error():
         await media.close()
 
 
-@pytest.mark.parametrize(("kind", "said"), [("raise", "ZeroDivisionError: in a library"), ("lie", "no array of shape")])
-async def test_what_a_library_raises_and_what_a_decoder_makes_up(kind, said):
-    media = make(processes=1)
+@pytest.mark.parametrize(
+    ("decoders", "said"), [("RAISING", "ZeroDivisionError: in a library"), ("LYING", "no array of shape")]
+)
+async def test_what_a_library_raises_and_what_a_decoder_makes_up(decoders, said):
+    media = make(processes=1, decoders=decoders)
     try:
         with pytest.raises(RequestError, match=said) as caught:
-            await media.decode([item(kind, PNG)])
+            await media.decode([item("mask", PNG)])
         assert caught.value.status == 422
     finally:
         await media.close()
@@ -85,7 +87,7 @@ async def test_what_a_library_raises_and_what_a_decoder_makes_up(kind, said):
 
 async def test_a_cancelled_request_frees_its_slot_and_no_process_is_left():
     media = make(processes=1)
-    request = asyncio.create_task(media.decode([item("video", PNG)]))
+    request = asyncio.create_task(media.decode([item("video", MP4)]))
     waiting = asyncio.create_task(media.decode([item("image", PNG)]))
     while not media.pool._running:
         await asyncio.sleep(0.01)
@@ -99,11 +101,11 @@ async def test_a_cancelled_request_frees_its_slot_and_no_process_is_left():
 
 
 async def test_a_short_job_whose_request_is_cancelled_keeps_its_process():
-    media = make(processes=1)
+    media = make(processes=1, decoders="SLOW")
     try:
         await media.decode([item("image", PNG)])
         before = media.pool.pids
-        request = asyncio.create_task(media.decode([item("slow", PNG)]))
+        request = asyncio.create_task(media.decode([item("mask", PNG)]))
         await asyncio.sleep(0.05)
         request.cancel()
         await media.decode([item("image", PNG)])
@@ -126,9 +128,9 @@ async def test_a_process_that_died_while_idle_is_replaced():
 
 
 async def test_too_many_waiting_files_are_refused():
-    media = make(processes=1, max_waiting=1)
+    media = make(processes=1, max_waiting=1, decoders="SLOW")
     try:
-        requests = [asyncio.create_task(media.decode([item("slow", PNG)])) for _ in range(4)]
+        requests = [asyncio.create_task(media.decode([item("mask", PNG)])) for _ in range(4)]
         results = await asyncio.gather(*requests, return_exceptions=True)
         assert sum(isinstance(result, TooBusy) for result in results) >= 1
         assert any(isinstance(result, list) for result in results)
@@ -138,7 +140,7 @@ async def test_too_many_waiting_files_are_refused():
 
 async def test_closing_ends_what_runs():
     media = make(processes=1)
-    request = asyncio.create_task(media.decode([item("video", PNG)]))
+    request = asyncio.create_task(media.decode([item("video", MP4)]))
     while not media.pool._running:
         await asyncio.sleep(0.01)
     started = time.monotonic()

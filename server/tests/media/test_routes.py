@@ -89,6 +89,29 @@ async def test_a_bad_part_is_named(kit, part, param, status, code):
     assert (reply.status_code, error["code"], error["param"]) == (status, code, f"messages[0].content[1].{param}")
 
 
+@pytest.mark.parametrize(
+    ("sent", "data", "said"),
+    [
+        ("image_url", video_file(), "an MP4 file, not an image; send it as 'video_url' or 'audio_url'"),
+        ("video_url", image_file("PNG"), "a PNG file, not a video; send it as 'image_url'"),
+        ("audio_url", image_file("PNG"), "a PNG file, not an audio; send it as 'image_url'"),
+        ("video_url", sound_file(tone(1, 8000), 8000), "a WAV file, not a video; send it as 'audio_url'"),
+    ],
+)
+async def test_a_file_of_another_kind_is_told_where_it_belongs(kit, sent, data, said):
+    async with kit.client(kit.Service(kit.HELLO, **SEES)) as client:
+        reply = await ask(client, {"type": "text", "text": "x"}, {"type": sent, sent: data_url(data)})
+    error, param = reply.json()["error"], f"messages[0].content[1].{sent}"
+    assert (reply.status_code, error["code"], error["param"]) == (400, "wrong_media_kind", param)
+    assert error["message"] == f"'{param}': the file is {said}"
+
+
+async def test_the_right_part_is_not_named_to_a_model_that_does_not_take_it(kit):
+    async with kit.client(kit.Service(kit.HELLO, inputs=("text", "image"))) as client:
+        reply = await ask(client, {"type": "image_url", "image_url": data_url(video_file())})
+    assert reply.json()["error"]["message"].endswith("an MP4 file, not an image")
+
+
 async def test_what_the_model_does_not_take_is_refused_before_it_is_decoded(kit):
     service = kit.Service(kit.HELLO, inputs=("text", "audio"))
     async with kit.client(service) as client:

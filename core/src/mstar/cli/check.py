@@ -27,7 +27,7 @@ def register(commands: Commands) -> None:
 
 
 def _arguments(parser: Parser) -> None:
-    parser.add_argument("target", metavar="KEY|FILE", help="a model, or a deployment file that names one")
+    parser.add_argument("target", nargs="?", metavar="KEY|FILE", help="a model, or a deployment file that names one")
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML) to check KEY with")
     parser.add_argument(
         "--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the model's configuration is; nothing is fetched"
@@ -36,9 +36,14 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
-    from mstar.runtime.checking import check_model, find_target  # imports torch
+    from mstar.runtime.checking import check_model, find_target, model_of_file  # imports torch
 
-    spec, file = find_target(arguments.target, context.registry)
+    if arguments.target is not None:
+        spec, file = find_target(arguments.target, context.registry)
+    elif arguments.config is not None:
+        spec, file = model_of_file(arguments.config, context.registry), None
+    else:
+        raise SetupError("mstar check: which model? Name its key, or a deployment file that does")
     if file is not None and arguments.config is not None:
         raise SetupError("mstar check: give a deployment file once, as FILE or with --config")
     with quiet():

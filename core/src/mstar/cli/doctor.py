@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
@@ -20,6 +20,8 @@ from mstar.cli.options import with_json
 from mstar.cli.output import bytes_in_words, print_json
 from mstar.cli.plugins import remedy
 from mstar.plugin_code import quiet
+from mstar.spec.errors import PluginError
+from mstar.spec.finding import STATES, Finding
 
 __all__ = ["register"]
 
@@ -28,17 +30,6 @@ _LITTLE_DISK = 5_000_000_000
 _WIDTH = len("attention batch_invariant")
 """Of the column of subjects: lines are written before the later ones are known."""
 _CODECS = {"PIL": ("pillow", "images"), "soundfile": ("soundfile", "audio files"), "av": ("av", "video")}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line. *state*: ``ok``; ``missing``: something optional or worth knowing; ``bad``: M* cannot work so.
-    *advice*: what to type, or empty."""
-
-    subject: str
-    state: str
-    detail: str
-    advice: str = ""
 
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -57,7 +48,8 @@ def _arguments(parser: Parser) -> None:
 def _run(arguments: argparse.Namespace, context: Context) -> int:
     checks: dict[str, Check] = {
         "Python": _python, "PyTorch": _torch, "devices": _devices, "attention": _attention, "decoders": _codecs,
-        "the server": _server, "plugins": _plugins, "disks": _disk, "memory": _memory, "the port": _port,
+        "the server": _server, "plugins": _plugins, "what plugins need": _needs, "disks": _disk, "memory": _memory,
+        "the port": _port,
     }  # fmt: skip
     if arguments.online:
         checks["the Hub"] = _hub
@@ -227,6 +219,22 @@ def _plugins(context: Context) -> Iterator[Finding]:
         yield Finding(f"plugin {broken.name}", "missing", broken.reason, remedy(broken))
     if not models:
         yield Finding("models", "missing", "no plugin provides a model", "pip install mstar-demo")
+
+
+def _needs(context: Context) -> Iterator[Finding]:
+    """What plugins say of this machine."""
+    for plugin in context.plugins.loaded:
+        try:
+            for found in context.plugins.call(plugin, "mstar_doctor"):
+                yield from _checked(found)
+        except PluginError as error:
+            yield Finding(f"plugin {plugin.name}", "missing", str(error), error.remedy)
+
+
+def _checked(found: Any) -> list[Finding]:
+    if not isinstance(found, list | tuple) or not all(isinstance(f, Finding) and f.state in STATES for f in found):
+        raise PluginError(f"mstar_doctor must return a list of Finding, not {found!r:.80}")
+    return list(found)
 
 
 def _disk(context: Context) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ def register(commands: Commands) -> None:
 
 
 def _arguments(parser: Parser) -> None:
-    with_key(parser)
+    with_key(parser, or_config=True)
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML)")
     parser.add_argument(
         "--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the model's configuration is; nothing is fetched"
@@ -33,9 +33,15 @@ def _arguments(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace, context: Context) -> int:
-    spec = context.registry.model(arguments.key)
+    if arguments.key is not None:
+        spec = context.registry.model(arguments.key)
+    elif arguments.config is None:
+        raise SetupError("mstar graph: which model? Name its key, or a deployment file that does with --config")
     from mstar.cli.graph_facts import graph_facts
-    from mstar.runtime.checking import check_model  # imports torch
+    from mstar.runtime.checking import check_model, model_of_file  # imports torch
+
+    if arguments.key is None:
+        spec = model_of_file(arguments.config, context.registry)
 
     with quiet():
         checked = check_model(
@@ -58,7 +64,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
 
 def _check_command(arguments: argparse.Namespace) -> str:
     """What to type to check just what was drawn."""
-    words = ["mstar", "check", arguments.key]
+    words = ["mstar", "check"] if arguments.key is None else ["mstar", "check", arguments.key]
     for option in ("config", "weights"):
         value = getattr(arguments, option)
         words += [f"--{option}", str(value)] if value is not None else []

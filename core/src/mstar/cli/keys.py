@@ -43,6 +43,9 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
             return _add(arguments, path)
         case "remove":
             key = remove_key(path, arguments.name)
+            if arguments.json:
+                print_json({"id": key.id, "name": key.name})
+                return 0
             note(f"The key {key.name!r} ({key.id}) is no longer valid.")
             return 0
         case _:

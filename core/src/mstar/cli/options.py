@@ -34,9 +34,13 @@ def with_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="answer in JSON, for programs")
 
 
-def with_key(parser: Parser) -> None:
-    """The model, as the first word."""
-    parser.add_argument("key", metavar="KEY", help="the model; `mstar models` lists them")
+def with_key(parser: Parser, *, or_config: bool = False) -> None:
+    """The model, as the first word. *or_config*: it may be left out where the file of ``--config`` names it."""
+    text = "the model; `mstar models` lists them"
+    if or_config:
+        parser.add_argument("key", nargs="?", metavar="KEY", help=f"{text}; not needed where --config FILE names it")
+    else:
+        parser.add_argument("key", metavar="KEY", help=text)
 
 
 def with_weights(parser: Parser) -> None:

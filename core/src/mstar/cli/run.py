@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import mimetypes
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -66,6 +67,8 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
     try:
         with quiet():
             task = _task(arguments, spec)  # before anything is loaded: a wrong knob is found at once
+            if arguments.out != Path() or "text" not in spec.outputs:  # else perhaps nothing is written
+                _check_folder(arguments.out)
             result, clock = _request(arguments, context, task, out)
     except RequestError as error:
         fault(str(error))
@@ -223,6 +226,15 @@ def _read(stream: Stream, clock: _Clock, out: TextIO | None) -> list[Delta]:
             print(file=out)
     clock.end = clock.now()
     return deltas
+
+
+def _check_folder(folder: Path) -> None:
+    """:raises SetupError: no file can be written to *folder*, which need not be there yet."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise SetupError(f"--out {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SetupError(f"--out {folder}: {there} cannot be written to")
 
 
 def _write_files(result: Result, key: str, folder: Path) -> list[dict[str, str]]:

@@ -55,7 +55,12 @@ def register(commands: Commands) -> None:
 
 
 def _arguments(parser: Parser) -> None:
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="the models; `mstar models` lists them")
+    parser.add_argument(
+        "keys",
+        nargs="*",
+        metavar="KEY",
+        help="the models; `mstar models` lists them; not needed where --config FILE names them",
+    )
     parser.add_argument(
         "--on-demand", action="append", default=[], metavar="KEY", help="a model to load when it is first asked for"
     )
@@ -183,7 +188,7 @@ def _arguments(parser: Parser) -> None:
 def _run(arguments: argparse.Namespace, context: Context) -> None:
     if arguments.log_format is not None:
         begin_logging(context.settings.log_level.upper(), arguments.log_format)
-    keys = _distinct([*arguments.keys, *arguments.on_demand])
+    keys = _distinct([*arguments.keys, *arguments.on_demand] or _named(arguments.config))
     settings, registry = accepting(arguments, context, *keys), context.registry
     configs = _configs(arguments, keys)
     specs = {key: _model(key, registry, configs.get(key)) for key in keys}
@@ -207,13 +212,22 @@ def _run(arguments: argparse.Namespace, context: Context) -> None:
     serve(now, registry, options, later)
 
 
+def _named(files: Sequence[Path]) -> Sequence[str]:
+    """The models that deployment *files* name."""
+    from mstar.runtime.deployment_files import named_model
+
+    return [named_model(file) for file in files]
+
+
 def _distinct(keys: Sequence[str]) -> Sequence[str]:
     """*keys*, of which there must be some, and none twice."""
     if not keys:
-        raise SetupError("mstar serve: which model? Name its key, also beside --config (`mstar models` lists the keys)")
+        raise SetupError(
+            "mstar serve: which model? Name its key (`mstar models` lists them), or a file that does with --config"
+        )
     file = next((key for key in keys if key.endswith((".yaml", ".yml"))), None)  # `mstar check` takes one
     if file is not None:
-        raise SetupError(f"mstar serve: {file!r} is no model but a file: `mstar serve KEY --config {file}`")
+        raise SetupError(f"mstar serve: {file!r} is no model but a file: `mstar serve --config {file}`")
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise SetupError(f"mstar serve: the model {twice!r} is named twice")

@@ -11,9 +11,11 @@ Importing it needs neither torch nor the server.
 
 from __future__ import annotations
 
-from mstar.client.aio import AsyncClient, AsyncLive, AsyncStream
+from mstar.client.aio import AsyncClient
+from mstar.client.aio_streams import AsyncLive, AsyncStream
 from mstar.client.live import Heard
-from mstar.client.sync import Client, Live, Stream
+from mstar.client.streams import Live, Stream
+from mstar.client.sync import Client
 from mstar.runtime.result import Result
 
 __all__ = ["AsyncClient", "AsyncLive", "AsyncStream", "Client", "Heard", "Live", "Result", "Stream"]

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import httpx
 import numpy as np
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
-from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.aio_streams import AsyncLive, AsyncStream
+from mstar.client.answers import error_of, only, result_of, sound_of, sse_text
+from mstar.client.asks import (
+    FileLike,
+    chat_content,
+    generate_content,
+    json_content,
+    speech_content,
+    tts_ask,
+    voice_content,
+    voice_path,
+)
 from mstar.client.base import Base
-from mstar.client.live import Conversation, Heard, Items, Observation
+from mstar.client.live import Conversation, Observation
 from mstar.runtime.result import Result
 from mstar.spec.errors import RequestError
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta
-from mstar.spec.request import Usage
+from mstar.spec.processor import AudioDelta, FramesDelta
 
-__all__ = ["AsyncClient", "AsyncLive", "AsyncStream"]
+__all__ = ["AsyncClient"]
 
 T = TypeVar("T")
 
@@ -146,12 +152,22 @@ class AsyncClient(Base):
         self,
         text: str,
         *,
+        voice: str | None = None,
         reference_audio: FileLike | None = None,
         ref_text: str | None = None,
         model: str | None = None,
         **knobs: Any,
     ) -> AudioDelta:
-        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        """*text*, spoken.
+
+        :param voice: one of :meth:`voices`, by id or name, uploaded ones too; needs a model with the ability `speech`.
+        :param reference_audio: a clip whose voice is to be used, where the model can. :param ref_text: what is said in
+            it, or in an uploaded *voice*.
+        """
+        if voice is not None:
+            speaking = model or self.model or await self._only_model()
+            asked = speech_content(speaking, text, voice, reference_audio, ref_text, knobs)
+            return sound_of(await self._sound("/v1/audio/speech", asked))
         files, named = tts_ask(reference_audio, ref_text, knobs)
         return only((await self.generate(text, files, model=model, **named)).audio, "audio")
 
@@ -216,6 +232,28 @@ class AsyncClient(Base):
         asked = {"model": model or self.model, "tokens": list(tokens)}
         return str((await self._post("/detokenize", json_content(asked)))["prompt"])
 
+    async def voices(self, *, model: str | None = None) -> list[dict[str, Any]]:
+        """The voices that *model*, or any of the server's, can speak with, those uploaded with this key among them:
+        ``id``, ``name``, ``language``, ``uploaded``, ``models``…"""
+        asked = {"params": {} if model is None else {"model": model}}
+        answer = await self._again(lambda: self._exchange("GET", "/v1/audio/voices", asked))
+        found: list[dict[str, Any]] = answer["data"]
+        return found
+
+    async def add_voice(
+        self, name: str, audio: FileLike, *, text: str | None = None, language: str | None = None
+    ) -> dict[str, Any]:
+        """Upload *audio*, a clip of somebody who speaks, as a voice for :meth:`tts`.
+
+        :param text: what is said in it. :param language: its code. Returns the voice as :meth:`voices` lists it.
+        """
+        made: dict[str, Any] = await self._post("/v1/audio/voices", voice_content(name, audio, text, language))
+        return made
+
+    async def delete_voice(self, voice: str) -> None:
+        """Have the server forget the uploaded voice of this id or name."""
+        await self._again(lambda: self._exchange("DELETE", voice_path(voice), {}))
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     async def _only_model(self) -> str:
@@ -230,6 +268,12 @@ class AsyncClient(Base):
 
     async def _exchange(self, method: str, path: str, content: dict[str, Any]) -> Any:
         return self._read(await self._http.request(method, path, **content))
+
+    async def _sound(self, path: str, content: dict[str, Any]) -> bytes:
+        async def attempt() -> bytes:
+            return self._body(await self._http.post(path, **content))
+
+        return await self._again(attempt)
 
     async def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
         """A response whose body has not been read."""
@@ -247,9 +291,12 @@ class AsyncClient(Base):
         return await self._again(attempt)
 
     def _read(self, response: httpx.Response) -> Any:
+        return json.loads(self._body(response))
+
+    def _body(self, response: httpx.Response) -> bytes:
         if response.status_code >= 400:
             raise error_of(response.status_code, response.headers, response.content)
-        return response.json()
+        return response.content
 
     async def _again(self, attempt: Callable[[], Awaitable[T]]) -> T:
         number = 0
@@ -272,154 +319,3 @@ class AsyncClient(Base):
                         yield piece
         except httpx.TransportError as error:
             raise self._fault(error) from None
-
-
-class AsyncStream(Ending):
-    """An answer as it is made: iterate it for its deltas. Leaving it early (:meth:`close`, or the end of a ``with``)
-    cancels the request.
-
-    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
-    """
-
-    def __init__(self, url: str, response: httpx.Response, fault: Callable[[httpx.TransportError], RequestError]):
-        super().__init__()
-        self._url, self._response, self._fault = url, response, fault
-        self._deltas = self._read()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._deltas
-
-    async def __anext__(self) -> Delta:
-        return await anext(self._deltas)
-
-    async def _read(self) -> AsyncIterator[Delta]:
-        try:
-            async with contextlib.aclosing(self._response):
-                async for line in self._response.aiter_lines():
-                    if line and (delta := self.read(json.loads(line))) is not None:
-                        yield delta
-        except httpx.TransportError as error:
-            raise self._fault(error) from None
-        if self.finish_reason is None:
-            raise broken_off(self._url, "there was no last line")
-
-    async def result(self) -> Result:
-        """All that was not taken yet, joined."""
-        deltas = [delta async for delta in self]
-        return Result.of(deltas, self.finish_reason or "", self.usage)
-
-    async def close(self) -> None:
-        await self._response.aclose()
-
-    async def __aenter__(self) -> AsyncStream:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-
-class AsyncLive:
-    """A live request: :meth:`push` what it shall hear, iterate it for what it says. One task may push while another
-    iterates, but not with ``max_in_flight``, which makes pushing read. Closing it (the end of a ``with``)
-    cancels what still runs.
-
-    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
-    """
-
-    def __init__(self, url: str, talk: Conversation, max_in_flight: int | None):
-        self._url, self._talk, self._most = url, talk, max_in_flight
-        self._inbox: deque[Heard] = deque()
-        self._stack = contextlib.AsyncExitStack()
-        self._socket: ClientConnection
-
-    @classmethod
-    async def _connect(
-        cls, client: AsyncClient, talk: Conversation, opening: bytes, max_in_flight: int | None
-    ) -> AsyncLive:
-        """What :meth:`AsyncClient.open` returns."""
-        live = cls(client.url, talk, max_in_flight)
-        try:
-            live._socket = await live._stack.enter_async_context(connect(client._socket_url, **client._socket_options))
-        except InvalidStatus as error:
-            response = error.response
-            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
-        except (OSError, WebSocketException) as error:
-            raise unreachable(client.url, error) from None
-        await live._send(opening)
-        return live
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self._talk.finish_reason
-
-    @property
-    def usage(self) -> Usage:
-        return self._talk.usage
-
-    async def push(self, stream: str | Observation, items: Items = None) -> int:
-        """Send *items* of *stream*, or an observation (stream → items): arrays ``[n, *item shape]`` or texts.
-
-        Returns its number: 0, 1, 2…, which :attr:`Heard.seq` refers to. With ``max_in_flight`` it may wait for answers,
-        which are kept for whoever iterates.
-        """
-        while self._most is not None and self._talk.in_flight >= self._most and not self._talk.ended:
-            if (heard := await self._receive()) is not None:
-                self._inbox.append(heard)
-        frame, seq = self._talk.append(self._talk.observation(stream, items))
-        await self._send(frame)
-        return seq
-
-    async def end(self, stream: str | None = None) -> None:
-        """Nothing more will come on *stream*, or on any."""
-        await self._send(self._talk.end(stream))
-
-    async def act(self, observation: Items | Observation) -> np.ndarray[Any, Any]:
-        """Push *observation* (of the only live stream, or stream → items) and wait for its actions. What answers to
-        older observations is dropped."""
-        seq = await self.push(self._talk.alone(observation))
-        async for heard in self:
-            if isinstance(heard.delta, ArrayDelta) and heard.seq is not None and heard.seq >= seq:
-                return np.asarray(heard.delta.data)
-        return only(None, "actions")
-
-    def __aiter__(self) -> AsyncIterator[Heard]:
-        return self
-
-    async def __anext__(self) -> Heard:
-        if self._inbox:
-            return self._inbox.popleft()
-        heard = None if self._talk.ended else await self._receive()
-        if heard is None:
-            raise StopAsyncIteration
-        return heard
-
-    async def result(self) -> Result:
-        """All that was not taken yet, up to the end, joined. End the input first."""
-        deltas = [heard.delta async for heard in self]
-        return Result.of(deltas, self.finish_reason or "", self.usage)
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-    async def __aenter__(self) -> AsyncLive:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    async def _send(self, frame: bytes) -> None:
-        try:
-            await self._socket.send(frame)
-        except ConnectionClosed as error:
-            raise broken_off(self._url, str(error)) from None
-
-    async def _receive(self) -> Heard | None:
-        """The next delta; ``None`` at the end."""
-        while not self._talk.ended:
-            try:
-                frame = await self._socket.recv()
-            except ConnectionClosed as error:
-                raise broken_off(self._url, str(error)) from None
-            if (heard := self._talk.receive(frame)) is not None:
-                return heard
-        return None

@@ -36,6 +36,7 @@ __all__ = [
     "failure",
     "only",
     "result_of",
+    "sound_of",
     "sse_text",
     "unknown_answer",
     "unreachable",
@@ -98,6 +99,15 @@ def result_of(body: Mapping[str, Any]) -> Result:
     return Result.of(deltas, body["finish_reason"], usage_of(body["usage"]))
 
 
+def sound_of(data: bytes) -> AudioDelta:
+    """The sound in a WAV file of 16 bits."""
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            return AudioDelta(_floats(file.readframes(file.getnframes()), file.getnchannels()), file.getframerate())
+    except (wave.Error, EOFError, ValueError) as error:
+        raise unknown_answer(f"a WAV file that cannot be read ({error})") from None
+
+
 def usage_of(report: Mapping[str, Any] | None) -> Usage:
     """A usage report without the fields that this client does not know."""
     known = {name: value for name, value in (report or {}).items() if name in Usage.__struct_fields__}
@@ -110,12 +120,14 @@ def _samples(event: Mapping[str, Any]) -> np.ndarray[Any, Any]:
         return _array(event)
     data = _bytes(event["data"])
     if encoding == "wav":
-        with wave.open(io.BytesIO(data)) as file:
-            data = file.readframes(file.getnframes())
-    elif encoding != "pcm_s16le":
+        return np.asarray(sound_of(data).samples)
+    if encoding != "pcm_s16le":
         raise unknown_answer(f"audio as {encoding!r}")
+    return _floats(data, event.get("channels", 1))
+
+
+def _floats(data: bytes, channels: int) -> np.ndarray[Any, Any]:
     samples = np.frombuffer(data, "<i2").astype(np.float32) / 32767.0
-    channels = event.get("channels", 1)
     return samples if channels == 1 else samples.reshape(-1, channels)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
@@ -16,7 +17,18 @@ from mstar.spec.errors import RequestError
 from mstar.spec.sound import wav
 from mstar.spec.tasks import Audio, File, Image
 
-__all__ = ["FileLike", "Knobs", "chat_content", "generate_content", "json_content", "tts_ask", "upload"]
+__all__ = [
+    "FileLike",
+    "Knobs",
+    "chat_content",
+    "generate_content",
+    "json_content",
+    "speech_content",
+    "tts_ask",
+    "upload",
+    "voice_content",
+    "voice_path",
+]
 
 FileLike = str | PathLike[str] | bytes | Image | Audio | File | np.ndarray[Any, Any]
 """A file's path or bytes; a picture (also as its array, uint8 ``[H, W, 3]``); samples with their rate."""
@@ -114,3 +126,28 @@ def tts_ask(reference_audio: FileLike | None, ref_text: str | None, knobs: Knobs
         raise RequestError("ref_text is what reference_audio says: send both", param="ref_text")
     named = knobs if ref_text is None else {**knobs, "ref_text": ref_text}
     return ([] if reference_audio is None else [reference_audio]), named
+
+
+def speech_content(
+    model: str, text: str, voice: str, reference_audio: FileLike | None, ref_text: str | None, knobs: Knobs
+) -> dict[str, Any]:
+    """Arguments for a request to ``/v1/audio/speech``, which knows *voice* by name; the answer is a WAV file."""
+    if reference_audio is not None:
+        raise RequestError("voice and reference_audio are two voices: send one of them", param="voice")
+    body = {"model": model, "input": text, "voice": voice, "ref_text": ref_text, "response_format": "wav"}
+    return json_content({**body, **knobs})
+
+
+def voice_content(name: str, audio: FileLike, text: str | None, language: str | None) -> dict[str, Any]:
+    """Arguments for a request that uploads *audio* as the voice *name*."""
+    sent = upload(audio)
+    told = {"name": name, "text": text, "language": language}
+    return {
+        "data": {field: value for field, value in told.items() if value is not None},
+        "files": {"audio_sample": (sent.name or "file", sent.data, sent.media_type)},
+    }
+
+
+def voice_path(voice: str) -> str:
+    """Where the voice of this id or name is."""
+    return f"/v1/audio/voices/{quote(voice, safe='')}"

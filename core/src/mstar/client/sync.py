@@ -5,25 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 import httpx
 import numpy as np
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
-from websockets.sync.client import connect
 
-from mstar.client.answers import Ending, broken_off, error_of, only, result_of, sse_text, unreachable
-from mstar.client.asks import FileLike, chat_content, generate_content, json_content, tts_ask
+from mstar.client.answers import error_of, only, result_of, sound_of, sse_text
+from mstar.client.asks import (
+    FileLike,
+    chat_content,
+    generate_content,
+    json_content,
+    speech_content,
+    tts_ask,
+    voice_content,
+    voice_path,
+)
 from mstar.client.base import Base
-from mstar.client.live import Conversation, Heard, Items, Observation
+from mstar.client.live import Conversation, Observation
+from mstar.client.streams import Live, Stream
 from mstar.runtime.result import Result
 from mstar.spec.errors import RequestError
-from mstar.spec.processor import ArrayDelta, AudioDelta, Delta, FramesDelta
-from mstar.spec.request import Usage
+from mstar.spec.processor import AudioDelta, FramesDelta
 
-__all__ = ["Client", "Live", "Stream"]
+__all__ = ["Client"]
 
 T = TypeVar("T")
 
@@ -146,12 +152,22 @@ class Client(Base):
         self,
         text: str,
         *,
+        voice: str | None = None,
         reference_audio: FileLike | None = None,
         ref_text: str | None = None,
         model: str | None = None,
         **knobs: Any,
     ) -> AudioDelta:
-        """*text*, spoken; in the voice of *reference_audio*, a clip that says *ref_text*, where the model can."""
+        """*text*, spoken.
+
+        :param voice: one of :meth:`voices`, by id or name, uploaded ones too; needs a model with the ability `speech`.
+        :param reference_audio: a clip whose voice is to be used, where the model can. :param ref_text: what is said in
+            it, or in an uploaded *voice*.
+        """
+        if voice is not None:
+            speaking = model or self.model or self._only_model()
+            asked = speech_content(speaking, text, voice, reference_audio, ref_text, knobs)
+            return sound_of(self._sound("/v1/audio/speech", asked))
         files, named = tts_ask(reference_audio, ref_text, knobs)
         return only(self.generate(text, files, model=model, **named).audio, "audio")
 
@@ -214,6 +230,28 @@ class Client(Base):
         asked = {"model": model or self.model, "tokens": list(tokens)}
         return str(self._post("/detokenize", json_content(asked))["prompt"])
 
+    def voices(self, *, model: str | None = None) -> list[dict[str, Any]]:
+        """The voices that *model*, or any of the server's, can speak with, those uploaded with this key among them:
+        ``id``, ``name``, ``language``, ``uploaded``, ``models``…"""
+        asked = {} if model is None else {"model": model}
+        answer = self._again(lambda: self._read(self._http.get("/v1/audio/voices", params=asked)))
+        found: list[dict[str, Any]] = answer["data"]
+        return found
+
+    def add_voice(
+        self, name: str, audio: FileLike, *, text: str | None = None, language: str | None = None
+    ) -> dict[str, Any]:
+        """Upload *audio*, a clip of somebody who speaks, as a voice for :meth:`tts`.
+
+        :param text: what is said in it. :param language: its code. Returns the voice as :meth:`voices` lists it.
+        """
+        made: dict[str, Any] = self._post("/v1/audio/voices", voice_content(name, audio, text, language))
+        return made
+
+    def delete_voice(self, voice: str) -> None:
+        """Have the server forget the uploaded voice of this id or name."""
+        self._again(lambda: self._read(self._http.delete(voice_path(voice))))
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _only_model(self) -> str:
@@ -225,6 +263,9 @@ class Client(Base):
 
     def _post(self, path: str, content: dict[str, Any]) -> Any:
         return self._again(lambda: self._read(self._http.post(path, **content)))
+
+    def _sound(self, path: str, content: dict[str, Any]) -> bytes:
+        return self._again(lambda: self._body(self._http.post(path, **content)))
 
     def _open(self, path: str, content: dict[str, Any]) -> httpx.Response:
         """A response whose body has not been read."""
@@ -242,9 +283,12 @@ class Client(Base):
         return self._again(attempt)
 
     def _read(self, response: httpx.Response) -> Any:
+        return json.loads(self._body(response))
+
+    def _body(self, response: httpx.Response) -> bytes:
         if response.status_code >= 400:
             raise error_of(response.status_code, response.headers, response.content)
-        return response.json()
+        return response.content
 
     def _again(self, attempt: Callable[[], T]) -> T:
         number = 0
@@ -267,145 +311,3 @@ class Client(Base):
                         yield piece
         except httpx.TransportError as error:
             raise self._fault(error) from None
-
-
-class Stream(Ending):
-    """An answer as it is made: iterate it for its deltas. Leaving it early (:meth:`close`, or the end of a ``with``)
-    cancels the request.
-
-    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
-    """
-
-    def __init__(self, url: str, response: httpx.Response, fault: Callable[[httpx.TransportError], RequestError]):
-        super().__init__()
-        self._url, self._response, self._fault = url, response, fault
-        self._deltas = self._read()
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self._deltas
-
-    def __next__(self) -> Delta:
-        return next(self._deltas)
-
-    def _read(self) -> Iterator[Delta]:
-        try:
-            with contextlib.closing(self._response):
-                for line in self._response.iter_lines():
-                    if line and (delta := self.read(json.loads(line))) is not None:
-                        yield delta
-        except httpx.TransportError as error:
-            raise self._fault(error) from None
-        if self.finish_reason is None:
-            raise broken_off(self._url, "there was no last line")
-
-    def result(self) -> Result:
-        """All that was not taken yet, joined."""
-        deltas = list(self)
-        return Result.of(deltas, self.finish_reason or "", self.usage)
-
-    def close(self) -> None:
-        self._response.close()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class Live:
-    """A live request: :meth:`push` what it shall hear, iterate it for what it says. One thread may push while another
-    iterates, but not with ``max_in_flight``, which makes pushing read. Closing it (the end of a ``with``)
-    cancels what still runs.
-
-    :ivar finish_reason: why it ended, once it has. :ivar usage: what it cost, then.
-    """
-
-    def __init__(self, client: Client, talk: Conversation, opening: bytes, max_in_flight: int | None):
-        self._url, self._talk, self._most = client.url, talk, max_in_flight
-        self._inbox: deque[Heard] = deque()
-        self._stack = contextlib.ExitStack()
-        try:
-            self._socket = self._stack.enter_context(connect(client._socket_url, **client._socket_options))
-        except InvalidStatus as error:
-            response = error.response
-            raise error_of(response.status_code, response.headers, bytes(response.body or b"")) from None
-        except (OSError, WebSocketException) as error:
-            raise unreachable(client.url, error) from None
-        self._send(opening)
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self._talk.finish_reason
-
-    @property
-    def usage(self) -> Usage:
-        return self._talk.usage
-
-    def push(self, stream: str | Observation, items: Items = None) -> int:
-        """Send *items* of *stream*, or an observation (stream → items): arrays ``[n, *item shape]`` or texts.
-
-        Returns its number: 0, 1, 2…, which :attr:`Heard.seq` refers to. With ``max_in_flight`` it may wait for answers,
-        which are kept for whoever iterates.
-        """
-        while self._most is not None and self._talk.in_flight >= self._most and not self._talk.ended:
-            if (heard := self._receive()) is not None:
-                self._inbox.append(heard)
-        frame, seq = self._talk.append(self._talk.observation(stream, items))
-        self._send(frame)
-        return seq
-
-    def end(self, stream: str | None = None) -> None:
-        """Nothing more will come on *stream*, or on any."""
-        self._send(self._talk.end(stream))
-
-    def act(self, observation: Items | Observation) -> np.ndarray[Any, Any]:
-        """Push *observation* (of the only live stream, or stream → items) and wait for its actions. What answers to
-        older observations is dropped."""
-        seq = self.push(self._talk.alone(observation))
-        for heard in self:
-            if isinstance(heard.delta, ArrayDelta) and heard.seq is not None and heard.seq >= seq:
-                return np.asarray(heard.delta.data)
-        return only(None, "actions")
-
-    def __iter__(self) -> Iterator[Heard]:
-        return self
-
-    def __next__(self) -> Heard:
-        if self._inbox:
-            return self._inbox.popleft()
-        heard = None if self._talk.ended else self._receive()
-        if heard is None:
-            raise StopIteration
-        return heard
-
-    def result(self) -> Result:
-        """All that was not taken yet, up to the end, joined. End the input first."""
-        deltas = [heard.delta for heard in self]
-        return Result.of(deltas, self.finish_reason or "", self.usage)
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> Live:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _send(self, frame: bytes) -> None:
-        try:
-            self._socket.send(frame)
-        except ConnectionClosed as error:
-            raise broken_off(self._url, str(error)) from None
-
-    def _receive(self) -> Heard | None:
-        """The next delta; ``None`` at the end."""
-        while not self._talk.ended:
-            try:
-                frame = self._socket.recv()
-            except ConnectionClosed as error:
-                raise broken_off(self._url, str(error)) from None
-            if (heard := self._talk.receive(frame)) is not None:
-                return heard
-        return None

@@ -83,6 +83,11 @@ class Model(abc.ABC):
     def __init__(self, context: BuildContext):
         self.context = context
 
+    def check_options(self) -> None:
+        """Called once the model is made, before anything of its weights is read, by whoever is about to load it and by
+        ``mstar check``. Raises :class:`~mstar.spec.errors.DeploymentError` with the paths (``model_kwargs.lora.0``) of
+        options that do not fit this model, as far as its configuration tells: files that they name, say."""
+
     @abc.abstractmethod
     def graph(self) -> Graph: ...
 

@@ -24,6 +24,7 @@ from mstar.resources.staging import Stage
 from mstar.runtime.checked import Checked, Fault, NodeSize, PoolSize
 from mstar.runtime.checked_deployment import Where, read_deployment, usable
 from mstar.runtime.deployment_files import (
+    named_model,
     read_file,
 )
 from mstar.runtime.opening import find_model, value_faults
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from mstar.registry import Registry
     from mstar.settings import Settings
 
-__all__ = ["check_model", "find_target"]
+__all__ = ["check_model", "find_target", "model_of_file"]
 
 
 def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None]:
@@ -75,16 +76,22 @@ def find_target(target: str, registry: Registry) -> tuple[ModelSpec, Path | None
     path = Path(target)
     if target in registry.models or not (path.suffix in (".yaml", ".yml") or path.exists()):
         return registry.model(target), None
-    written = read_file(path)
-    key = written.values.get("model")
-    if not isinstance(key, str):
-        raise SetupError(f"{target} names no model: add 'model: KEY' (`mstar models` lists the keys)")
+    return model_of_file(path, registry), path
+
+
+def model_of_file(file: Path, registry: Registry) -> ModelSpec:
+    """The model that deployment *file* names.
+
+    :raises SetupError: it cannot be read, or names no model, or one that is not there.
+    """
+    written = read_file(file)
+    key = named_model(file, written)
     try:
-        return find_model(key, registry, path), path
+        return find_model(key, registry, file)
     except (FaultFound, PluginError):
         raise
     except SetupError as error:
-        raise DeploymentError([("model", str(error))], {"model": f"{target}:{written.lines['model']}"}) from None
+        raise DeploymentError([("model", str(error))], {"model": f"{file}:{written.lines['model']}"}) from None
 
 
 def check_model(

@@ -23,6 +23,7 @@ __all__ = [
     "Written",
     "file_deployment",
     "key_paths",
+    "named_model",
     "packaged_deployment",
     "packaged_name",
     "read_deployment",
@@ -114,6 +115,17 @@ def file_deployment(spec: ModelSpec, file: str | Path | None) -> Written:
         if os.path.exists(beside) or HUB_ID.fullmatch(weights) is None:  # raises for no name
             values["weights"] = str(beside)
     return Written(values, written.lines, faults)
+
+
+def named_model(file: str | Path, written: Written | None = None) -> str:
+    """The key of the model that *file* is for. *written*: what it holds, if that has been read.
+
+    :raises SetupError: as :func:`read_file`, or it names none.
+    """
+    key = (written or read_file(file)).values.get("model")
+    if not isinstance(key, str):
+        raise SetupError(f"{file} names no model: add 'model: KEY' (`mstar models` lists the keys)")
+    return key
 
 
 def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:

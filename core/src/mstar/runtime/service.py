@@ -22,6 +22,7 @@ from mstar.runtime.hold import Hold
 from mstar.runtime.opening import Say, find_model, prepare_config
 from mstar.runtime.processors import load_processor
 from mstar.runtime.watch import Watched, Watcher
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import NotReady, RequestError, SetupError, TooBusy
 from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.placement import ranks_of
@@ -97,6 +98,11 @@ class Service:
         if self._processor is None:
             raise NotReady(f"the model {self.spec.key!r} is not ready: {self.phase.name}")
         return self._processor
+
+    @property
+    def canvas(self) -> Canvas | None:
+        """Which pictures and videos are made: what the processor says, before it is loaded what the spec says."""
+        return self.spec.canvas if self._processor is None else self._processor.canvas
 
     @property
     def open_requests(self) -> int:
@@ -246,9 +252,9 @@ class Service:
 
     def _prepare(self, task: Task, request_id: str, sibling_of: str | None) -> tuple[Prepared, Renderer]:
         """In a thread."""
-        if self.spec.canvas is not None:
-            self.spec.canvas.check(task)
         with family_code(f"{self.spec.key!r} could not prepare a request", self.spec.processor):
+            if (canvas := self.processor.canvas) is not None:
+                canvas.check(task)
             prepared = self.processor.prepare(task, request_id)
             request = prepared.request
             request.id, request.sibling_of = request_id, sibling_of

@@ -43,7 +43,15 @@ class SetupError(MstarError):
 
 class FaultFound(SetupError):
     """Something is wrong with a model, its deployment or its code, and not with how a command was typed: what
-    ``mstar check`` looks for. Commands end with status 1."""
+    ``mstar check`` looks for. Commands end with status 1.
+
+    :param advice: what to do to see more, for where the message stands alone: ``str(error)`` ends with it.
+    :ivar message: without the advice, for where the traceback stands beside it.
+    """
+
+    def __init__(self, message: str, *, advice: str = ""):
+        super().__init__(f"{message}; {advice}" if advice else message)
+        self.message = message
 
 
 class GraphError(FaultFound):

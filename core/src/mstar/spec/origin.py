@@ -57,8 +57,8 @@ def family_fault(what: str, error: BaseException, targets: Iterable[str]) -> Fau
         return None
     log.debug("%s", what, exc_info=error)
     return FaultFound(
-        f"{what}: {describe(error, targets)}. Mend it there, or report it to the plugin's authors; "
-        "MSTAR_LOG_LEVEL=debug shows the traceback"
+        f"{what}: {describe(error, targets)}. Mend it there, or report it to the plugin's authors",
+        advice="MSTAR_LOG_LEVEL=debug shows the traceback",
     )
 
 

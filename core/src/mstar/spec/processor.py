@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError
 from mstar.spec.knobs import Knobs
 from mstar.spec.model import ModelSpec
@@ -272,6 +273,12 @@ class Processor(abc.ABC):
 
     def __init__(self, context: ProcessorContext):
         self.context = context
+
+    @property
+    def canvas(self) -> Canvas | None:
+        """Which pictures and videos this deployment makes: the spec's, unless the operator's options allow less. What
+        does not fit is refused before :meth:`prepare`."""
+        return self.context.spec.canvas
 
     @abc.abstractmethod
     def prepare(self, task: Task, request_id: str) -> Prepared:

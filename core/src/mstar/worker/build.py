@@ -100,7 +100,10 @@ def _build(
     if device.type == "cpu" and (threads := cpu_threads(deployment)) is not None:
         torch.set_num_threads(threads)
     weights = None if config.weights is None else Path(config.weights)
-    model = make_model(spec, weights, deployment, device, dtype)
+    try:
+        model = make_model(spec, weights, deployment, device, dtype)
+    except DeploymentError as error:
+        raise DeploymentError(error.faults, config.places) from None
     graph = model.graph()
     declared, faults = declared_resources(model, deployment)
     check_graph(config.key, graph, declared)
@@ -215,7 +218,11 @@ def make_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Model:
-    """The model that *spec* names, which reads configuration files in *weights* but no tensor."""
+    """The model that *spec* names, which reads configuration files in *weights* but no tensor.
+
+    :raises DeploymentError: an option does not fit it.
+    """
     options = read_options(spec.options, deployment.model_kwargs)
     model: Model = load_object(spec.model)(BuildContext(weights, dtype, device, options))
+    model.check_options()
     return model

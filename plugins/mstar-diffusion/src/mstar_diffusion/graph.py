@@ -48,7 +48,7 @@ from mstar.weights.names import WeightMap
 from mstar_diffusion.dit.attention import BY_RESOURCE, RESOURCE
 from mstar_diffusion.exact import keep_exact
 from mstar_diffusion.knobs import MOST_STEPS, SIZES, ImageOptions, Size
-from mstar_diffusion.lora import check_files, fold
+from mstar_diffusion.lora import check_adapters, check_files, fold
 from mstar_diffusion.native import NativeNames
 
 __all__ = ["TOKEN", "ImageFacts", "ImageModel", "by_area", "condition", "reference"]
@@ -129,6 +129,11 @@ class ImageModel(Model, abc.ABC):
         super().__init__(context)
         self.options = context.options
         check_files(self.options.lora)  # now, and not when gigabytes have been read
+
+    def check_options(self) -> None:
+        if self.options.lora:
+            module = self.on_meta("dit")
+            check_adapters(module, WeightMap.from_module(module), self.options.lora, self.native_names())
 
     @abc.abstractmethod
     def facts(self) -> ImageFacts: ...

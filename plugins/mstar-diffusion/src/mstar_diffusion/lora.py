@@ -11,8 +11,7 @@ one of the configuration in its head or beside it (:mod:`mstar_diffusion.lora_co
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +25,13 @@ from mstar.spec.errors import DeploymentError, SetupError
 from mstar.weights.names import Placement, WeightMap
 from mstar_diffusion.knobs import Lora
 from mstar_diffusion.lora_config import AdapterConfig
+from mstar_diffusion.lora_file import Layer, adapter_file, read_layers
 from mstar_diffusion.native import NativeNames
 
-__all__ = ["Adapter", "check_files", "fold", "read_adapter"]
+__all__ = ["Adapter", "check_adapters", "check_files", "fold", "read_adapter"]
 
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.")
 _FLAT = ("lora_unet_", "lora_transformer_")
-_SUFFIX = re.compile(
-    r"(?P<name>.+?)\.(?:(?P<way>lora_A|lora_B|lora_down|lora_up)(?:\.[^.]+)?\.weight|(?P<alpha>alpha))", re.ASCII
-)
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,30 @@ class Adapter:
 
 def check_files(adapters: Sequence[Lora]) -> None:
     """Raises :class:`DeploymentError` with the option of every one of *adapters* whose file is not there."""
+    _each(adapters, lambda lora: adapter_file(Path(lora.path)))
+
+
+def check_adapters(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], native: NativeNames) -> None:
+    """Whether *adapters* have their places in *module*, which needs no memory (the meta device). No tensor is read.
+
+    :raises DeploymentError: with the option of every adapter that does not fit.
+    """
+    model = _Layers(module, weightmap, native)
+
+    def check(lora: Lora) -> None:
+        file = adapter_file(Path(lora.path))
+        model.targets(file, read_layers(file))
+        AdapterConfig.read(file)
+
+    _each(adapters, check)
+
+
+def _each(adapters: Sequence[Lora], check: Callable[[Lora], object]) -> None:
+    """Raise what *check* finds wrong with each."""
     faults = []
     for number, lora in enumerate(adapters):
         try:
-            _file(Path(lora.path))
+            check(lora)
         except SetupError as error:
             faults.append((f"model_kwargs.lora.{number}.path", str(error)))
     if faults:
@@ -69,14 +86,73 @@ def fold(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], nati
     """
     if not adapters:
         return
-    places = {p.published.removesuffix(".weight"): p for p in weightmap.placements if p.published.endswith(".weight")}
-    targets = dict(module.named_parameters())
+    model = _Layers(module, weightmap, native)
     for lora in adapters:
-        file = _file(Path(lora.path))
-        found = read_adapter(file)
-        _check_names(file, list(found), [*places, *native])
-        for name, adapter in found.items():
-            _add(file, name, adapter, lora.scale, places, targets, native)
+        file = adapter_file(Path(lora.path))
+        targets = model.targets(file, read_layers(file))
+        for name, adapter in read_adapter(file).items():
+            targets[name].add(adapter, lora.scale)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where an adapter's change of one of the file's layers goes: *rows* of parameters, one below the other, of which a
+    rank may have a part (*cuts*)."""
+
+    rows: Sequence[Tensor]
+    cuts: Sequence[Cut | None]
+    swapped: bool
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The published ones."""
+        return [_whole(tuple(own.shape), cut) for own, cut in zip(self.rows, self.cuts, strict=True)]
+
+    def misfit(self, layer: Layer) -> str | None:
+        shapes = self.shapes
+        if len(shapes[0]) != 2:
+            return (
+                f"tensor {layer.tensors['lora_A']!r} is for a parameter of shape {list(shapes[0])}, which is no matrix"
+            )
+        return layer.misfit(sum(shape[0] for shape in shapes), shapes[0][1])
+
+    def add(self, adapter: Adapter, scale: float) -> None:
+        delta = adapter.delta(self.rows[0].device) * scale
+        if self.swapped:
+            delta = torch.cat(delta.chunk(2)[::-1])
+        with torch.no_grad():
+            changes = torch.split(delta, [shape[0] for shape in self.shapes])
+            for own, cut, change in zip(self.rows, self.cuts, changes, strict=True):
+                own.copy_(own.float() + (change if cut is None else cut.of(change)))
+
+
+class _Layers:
+    """The layers of a denoiser that adapters may change, by the published names and the authors'."""
+
+    def __init__(self, module: nn.Module, weightmap: WeightMap, native: NativeNames):
+        weights = [place for place in weightmap.placements if place.published.endswith(".weight")]
+        self._places = {place.published.removesuffix(".weight"): place for place in weights}
+        self._parameters, self._native = dict(module.named_parameters()), native
+
+    def targets(self, file: Path, layers: Mapping[str, Layer]) -> dict[str, _Target]:
+        """Where each of *layers*, those of *file*, goes.
+
+        :raises SetupError: one is none of the model's, or of another shape.
+        """
+        _check_names(file, list(layers), [*self._places, *self._native])
+        found = {name: self._target(name) for name in layers}
+        wrong = [fault for name, layer in layers.items() if (fault := found[name].misfit(layer)) is not None]
+        if wrong:
+            many = f" ({len(wrong)} of {len(layers)} layers do not fit)" if len(layers) > 1 else ""
+            raise SetupError(f"the adapter {file}: {wrong[0]}{many}")
+        return found
+
+    def _target(self, name: str) -> _Target:
+        plain = _plain(name, (*self._places, *self._native))
+        own = plain in self._places
+        places = [self._places[part] for part in ((plain,) if own else self._native[plain].published)]
+        rows = [_rows(self._parameters, place) for place in places]
+        return _Target(rows, [place.cut for place in places], not own and self._native[plain].swapped)
 
 
 def _check_names(file: Path, names: Sequence[str], known: Sequence[str]) -> None:
@@ -92,67 +168,21 @@ def _check_names(file: Path, names: Sequence[str], known: Sequence[str]) -> None
 
 def read_adapter(file: Path) -> dict[str, Adapter]:
     """The adapters in *file* by their layers' names as the file has them."""
+    layers, config = read_layers(file), AdapterConfig.read(file)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise SetupError(f"the adapter {file} cannot be read: {error}") from error
-    config = AdapterConfig.read(file)
-    if not tensors:
-        raise SetupError(f"the adapter {file} has no tensors")
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        match = _SUFFIX.fullmatch(key)
-        if match is None:
-            raise SetupError(
-                f"the adapter {file}: tensor {key!r} is none of a low-rank adapter (lora_A, lora_B, lora_down, "
-                "lora_up, alpha)"
-            )
-        part = match["alpha"] or {"lora_down": "lora_A", "lora_up": "lora_B"}.get(match["way"], match["way"])
-        parts.setdefault(match["name"], {})[part] = tensor
-    return {name: _adapter(file, name, found, config) for name, found in parts.items()}
+    return {name: _adapter(file, name, layer, tensors, config) for name, layer in layers.items()}
 
 
-def _adapter(file: Path, name: str, found: Mapping[str, Tensor], config: AdapterConfig) -> Adapter:
-    for part in ("lora_A", "lora_B"):
-        if part not in found or found[part].ndim != 2:
-            raise SetupError(f"the adapter {file}: {name!r} has no matrix {part}")
-    down, up = found["lora_A"], found["lora_B"]
-    rank = down.shape[0]
-    if up.shape[1] != rank or not rank:
-        raise SetupError(f"the adapter {file}: {name!r} has ranks {rank} and {up.shape[1]}")
+def _adapter(file: Path, name: str, layer: Layer, tensors: Mapping[str, Tensor], config: AdapterConfig) -> Adapter:
+    found = {part: tensors[key] for part, key in layer.tensors.items()}
     for part, tensor in found.items():
         if not tensor.isfinite().all():
             raise SetupError(f"the adapter {file}: {part} of {name!r} has values that are no numbers (NaN or infinity)")
-    if "alpha" in found:
-        return Adapter(down, up, float(found["alpha"]) / rank)
-    return Adapter(down, up, config.factor(_unprefixed(name), rank))
-
-
-def _add(
-    file: Path,
-    name: str,
-    adapter: Adapter,
-    scale: float,
-    places: Mapping[str, Placement],
-    targets: Mapping[str, Tensor],
-    native: NativeNames,
-) -> None:
-    plain = _plain(name, (*places, *native))
-    swapped = plain not in places and native[plain].swapped
-    published = (plain,) if plain in places else native[plain].published
-    rows = [_rows(targets, places[part]) for part in published]
-    delta = adapter.delta(rows[0].device) * scale
-    whole = [_whole(tuple(own.shape), places[part].cut) for own, part in zip(rows, published, strict=True)]
-    if delta.shape != (sum(shape[0] for shape in whole), whole[0][-1]) or rows[0].ndim != 2:
-        shape = [sum(shape[0] for shape in whole), *whole[0][1:]]
-        raise SetupError(f"the adapter {file}: {name!r} is for {list(delta.shape)}, this model's layer is {shape}")
-    if swapped:
-        delta = torch.cat(delta.chunk(2)[::-1])
-    with torch.no_grad():
-        changes = torch.split(delta, [shape[0] for shape in whole])
-        for own, part, change in zip(rows, published, changes, strict=True):
-            cut = places[part].cut
-            own.copy_(own.float() + (change if cut is None else cut.of(change)))
+    factor = float(found["alpha"]) / layer.rank if "alpha" in found else config.factor(_unprefixed(name), layer.rank)
+    return Adapter(found["lora_A"], found["lora_B"], factor)
 
 
 def _whole(own: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
@@ -186,16 +216,3 @@ def _stripped(name: str) -> Iterator[str]:
 def _rows(targets: Mapping[str, Tensor], place: Placement) -> Tensor:
     target = targets[place.target]
     return target if place.rows is None else target[place.start : place.start + place.rows]
-
-
-def _file(path: Path) -> Path:
-    """*path*, or the one safetensors file in the folder that it is."""
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            found = ", ".join(file.name for file in files) or "none"
-            raise SetupError(f"the adapter {path} should be a folder with one safetensors file; it holds {found}")
-        return files[0]
-    if not path.is_file():
-        raise SetupError(f"the adapter {path} is not there")
-    return path

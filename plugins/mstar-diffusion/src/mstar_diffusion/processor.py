@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mstar.processing.progress import ProgressReport
 from mstar.processing.tokenizer import TextTokenizer
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError, SetupError
 from mstar.spec.processor import Delta, FramesDelta, Prepared, Processor, ProcessorContext, Renderer
 from mstar.spec.request import Emit, EngineRequest
@@ -48,6 +49,13 @@ class ImageProcessor(Processor, abc.ABC):
         if found is None:
             raise SetupError(f"{weights / 'tokenizer'}: the tokenizer has no padding token (pad_token is {pad!r})")
         self.pad = found
+
+    @property
+    def canvas(self) -> Canvas | None:
+        canvas = self.context.spec.canvas
+        if canvas is None or (sizes := canvas.sizes.within(self.options.max_image_area)) is None:
+            return canvas
+        return replace(canvas, sizes=sizes)
 
     # --- a family's own -----------------------------------------------------------------------------------------------
     @abc.abstractmethod

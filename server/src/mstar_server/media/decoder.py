@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from mstar.spec.tasks import Audio, File, Image, Part, Video
 from mstar_server.media.child import Reply
 from mstar_server.media.decoders import DECODERS, Job
 from mstar_server.media.fetch import Fetcher
-from mstar_server.media.kinds import sniff
+from mstar_server.media.kinds import require, sniff
 from mstar_server.media.limits import DEFAULT_SAMPLING, Kind, MediaFault, MediaLimits, Sampling
 from mstar_server.media.output import Decoded, Output, anonymous_file, map_array
 from mstar_server.media.pool import DecoderPool
@@ -43,6 +43,7 @@ class Item:
     :param content: the file: bytes, a :class:`Source`, or a text that is its URL (``data:``, ``https:``, ``http:``).
     :param param: its name in errors. :param takes: the kinds that are of use, for ``any``.
     :param sampling: which frames of a video are wanted, and whether its sound is.
+    :param fields: kind → the field of the request that takes such files, for a file that is of another kind.
     :param name: and *media_type*: what the client says it is; kept for files of no known kind.
     """
 
@@ -53,6 +54,7 @@ class Item:
     sampling: Sampling = DEFAULT_SAMPLING
     name: str = ""
     media_type: str = "application/octet-stream"
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
 class Media:
@@ -175,8 +177,10 @@ class _Budget:
 
 
 def _decoder(item: Item, source: Source) -> str | None:
-    """Which decoder the item needs; ``None`` for bytes of no known kind. Refuses what the caller does not take."""
+    """Which decoder the item needs; ``None`` for bytes of no known kind. Refuses what is of another kind than it must
+    be, or none that the caller takes."""
     if item.kind != "any":
+        require(source.head(), "image" if item.kind == "mask" else item.kind, item.fields)
         return item.kind
     container = sniff(source.head(), item.media_type.startswith("audio/"))
     if container is None or not container.kinds:

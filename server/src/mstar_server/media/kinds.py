@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from mstar_server.media.limits import MediaFault
@@ -59,6 +61,9 @@ _RIFF = {
 }
 
 
+_NOWHERE: Mapping[str, str] = {}
+
+
 def sniff(head: bytes, audio: bool = False) -> Container | None:
     """What a file that begins with *head* is, or ``None``.
 
@@ -80,13 +85,21 @@ def sniff(head: bytes, audio: bool = False) -> Container | None:
     return None
 
 
-def require(head: bytes, kind: str) -> Container:
-    """The container of a file that must hold *kind*. Raises :class:`MediaFault` (400 for images, 415 for the rest)."""
+def require(head: bytes, kind: str, fields: Mapping[str, str] = _NOWHERE) -> Container:
+    """The container of a file that must hold *kind*.
+
+    :param fields: kind → the field of the request that takes such files.
+    :raises MediaFault: 400 ``wrong_media_kind`` for a file that holds something else, with the right one of *fields*;
+        for what is not read at all 400 for images and 415 for the rest.
+    """
     container = sniff(head, kind == "audio")
     if container is not None and kind in container.kinds:
         return container
     if container is not None:
         what = f"is {_a(container.name)} {container.name} file, not {_a(kind)} {kind}"
+        if container.kinds:
+            right = " or ".join(repr(fields[held]) for held in reversed(container.kinds) if held in fields)
+            raise MediaFault(f"the file {what}{right and f'; send it as {right}'}", "wrong_media_kind")
     elif head.lstrip()[:1] == b"<":
         what = f"is text that looks like HTML or XML, not {kind}"
     else:

@@ -93,15 +93,17 @@ def _item(part: ContentPart, place: str, spec: ModelSpec, options: ServerOptions
         message = f"'{place}': the model {spec.key!r} does not take {modality}; it takes {', '.join(spec.inputs)}"
         raise RequestError(message, param=place, code="unsupported_modality")
     sampling = msgspec.structs.replace(sampling, audio="audio" in takes)
+    fields = {kind: f"{kind}_url" for kind in takes}
     match part.type:
         case "image_url":
-            return Item("image", _url(value, param), param)
+            return Item("image", _url(value, param), param, fields=fields)
         case "audio_url":
-            return Item("audio", _url(value, param), param)
+            return Item("audio", _url(value, param), param, fields=fields)
         case "video_url":
-            return Item("video", _url(value, param), param, sampling=_sampling(value, param, options, sampling))
+            sampling = _sampling(value, param, options, sampling)
+            return Item("video", _url(value, param), param, sampling=sampling, fields=fields)
         case "input_audio":
-            return Item("audio", _data(value, "data", param), f"{param}.data")
+            return Item("audio", _data(value, "data", param), f"{param}.data", fields=fields)
         case _:
             return _file(value, param, takes, sampling)
 

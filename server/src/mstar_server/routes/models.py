@@ -7,9 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from mstar.spec.canvas import Canvas
 from mstar.spec.errors import RequestError
 from mstar.spec.model import ModelSpec
 from mstar_server.on_demand import OnDemand, model_state
+from mstar_server.options import ServerOptions
 from mstar_server.protocols import Service
 from mstar_server.state import ROUTES, ServerState
 
@@ -71,9 +73,17 @@ def describe_model(service: Service, state: ServerState) -> dict[str, Any]:
         "live": [dataclasses.asdict(stream) for stream in spec.live],
         "licence": _licence(spec),
         "limits": dict(service.limits),
-        "canvas": None if spec.canvas is None else dataclasses.asdict(spec.canvas),
+        "canvas": _canvas(service.canvas, state.options),
         "knobs": spec.knobs.model_json_schema().get("properties", {}),
     }
+
+
+def _canvas(canvas: Canvas | None, options: ServerOptions) -> dict[str, Any] | None:
+    """*canvas* with the sizes that this server's limit leaves."""
+    if canvas is None:
+        return None
+    sizes = canvas.sizes.within(options.max_pixels) or canvas.sizes
+    return dataclasses.asdict(dataclasses.replace(canvas, sizes=sizes))
 
 
 def _licence(spec: ModelSpec) -> dict[str, Any]:

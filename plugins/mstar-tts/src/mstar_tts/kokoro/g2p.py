@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from mstar.spec.errors import RequestError
+from mstar.spec.finding import Finding
 from mstar_tts.espeak import TIE, Espeak, espeak, in_turn
-from mstar_tts.kokoro.languages import Language
+from mstar_tts.kokoro.languages import LANGUAGES, Language
 
-__all__ = ["can_pronounce", "phonemes"]
+__all__ = ["can_pronounce", "findings", "phonemes"]
 
 _SPOKEN = re.compile(r"\[[^\[\]]+\]\(/([^()]+)/\)")
 _STRESSED = re.compile(r"\[([^\[\]]+)\]\((?![/(])[^()]*\)")
@@ -77,17 +78,41 @@ def can_pronounce(language: Language) -> bool:
     return language.letter != "j" or _has_japanese_words()
 
 
+def findings() -> list[Finding]:
+    """Which languages can be pronounced on this machine, and what the others need."""
+    able = [language.name for language in LANGUAGES.values() if can_pronounce(language)]
+    found = [Finding("kokoro's languages", "ok", ", ".join(able))] if able else []
+    unable: dict[str, list[Language]] = {}
+    for language in LANGUAGES.values():
+        if language.name not in able:
+            unable.setdefault(language.extra, []).append(language)
+    for languages in unable.values():
+        names = ", ".join(language.name for language in languages)
+        found.append(
+            Finding("kokoro's languages", "missing", f"{names}: without {_what(languages[0])}", _remedy(languages[0]))
+        )
+    return found
+
+
 def _hint(language: Language) -> str:
-    what = "misaki or espeak-ng" if language.letter in "ab" else "espeak-ng" if language.espeak else "misaki"
     return (
-        f"'lang_code': {language.name} ({language.letter!r}) needs {what} on the server: "
-        f"pip install 'mstar-tts[{language.extra}]'{_THEN.get(language.extra, '')}; with 'phonemes' no such thing is "
-        "needed"
+        f"'lang_code': {language.name} ({language.letter!r}) needs {_what(language)} on the server: "
+        f"{_remedy(language)}; with 'phonemes' no such thing is needed"
     )
+
+
+def _what(language: Language) -> str:
+    """With which *language* can be pronounced."""
+    return "misaki or espeak-ng" if language.letter in "ab" else "espeak-ng" if language.espeak else "misaki"
+
+
+def _remedy(language: Language) -> str:
+    return f"pip install 'mstar-tts[{language.extra}]'{_THEN.get(language.extra, '')}"
 
 
 _THEN = {
     "g2p": " (then python -m spacy download en_core_web_sm), or 'mstar-tts[espeak]'",
+    "espeak": ", or the system's (Debian: apt install espeak-ng)",
     "ja": " (then python -m unidic download)",
 }
 _NEEDS = {"j": ("pyopenjtalk", "fugashi"), "z": ("jieba", "pypinyin")}
