@@ -396,7 +396,7 @@ def test_serve_with_several_models_some_on_demand(mstar: Run, server: FakeServer
     assert (spec.key, make(), server.opened["config"]) == ("toy-chat", "the service", config)
 
 
-def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None:
+def test_serve_passes_limits_on(mstar: Run, server: FakeServer) -> None:
     words = {
         "--max-body": ("1GiB", "max_body_bytes", 2**30),
         "--max-file": ("1.5GB", "max_file_bytes", 1_500_000_000),
@@ -411,6 +411,7 @@ def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None
         "--fetch-timeout": ("12", "fetch_timeout_s", 12.0),
         "--media-processes": ("2", "media_processes", 2),
         "--video-timeout": ("13", "video_timeout_s", 13.0),
+        "--speech-ahead": ("0", "speech_ahead", 0),
     }
     flat = [word for flag, (value, *_) in words.items() for word in (flag, value)]
     hosts = ("--allow-remote-media", "--media-host", "A.example", "--media-host", "*.b.example")

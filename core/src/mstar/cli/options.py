@@ -15,6 +15,7 @@ from mstar.settings import Settings
 
 __all__ = [
     "accepting",
+    "count",
     "device",
     "engine_options",
     "model_options",
@@ -98,6 +99,13 @@ def port(value: str) -> int:
     """A TCP port; 0 asks for any free one."""
     if not value.isdecimal() or int(value) > 65535:
         raise argparse.ArgumentTypeError(f"{value!r} is not a port (0 to 65535)")
+    return int(value)
+
+
+def count(value: str) -> int:
+    """A whole number of at least 0."""
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 0")
     return int(value)
 
 

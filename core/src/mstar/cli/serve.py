@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from mstar.api_keys import DEFAULT_FILE
 from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.cli.media_options import MEDIA_OPTIONS, media_options
-from mstar.cli.options import accepting, engine_options, model_options, port, positive, positive_seconds, seconds
+from mstar.cli.options import accepting, count, engine_options, model_options, port, positive, positive_seconds, seconds
 from mstar.licences import check_licence
 from mstar.log_format import LOG_FORMATS, begin_logging
 from mstar.registry import Registry, load_object
@@ -44,6 +44,7 @@ _PASSED_ON = (
     "log_stats",
     "otel",
     "video_timeout_s",
+    "speech_ahead",
     *MEDIA_OPTIONS,
 )
 """Arguments that are the server's options of the same name, where they are given."""
@@ -148,6 +149,12 @@ def _arguments(parser: Parser) -> None:
         dest="video_timeout_s",
         metavar="SECONDS",
         help="how long a video job may take, queue included (default: 21600)",
+    )
+    parser.add_argument(
+        "--speech-ahead",
+        type=count,
+        metavar="N",
+        help="pieces of a long text that are spoken beside the one that is heard (default: 2)",
     )
     parser.add_argument(
         "--log-format",
