@@ -26,6 +26,7 @@ __all__ = [
     "seconds",
     "with_json",
     "with_key",
+    "with_layout",
     "with_weights",
 ]
 
@@ -45,6 +46,13 @@ def with_weights(parser: Parser) -> None:
     parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
 
 
+def with_layout(parser: Parser) -> None:
+    """``--layout``, as in a deployment file."""
+    parser.add_argument(
+        "--layout", metavar="NAME", help="one of the layouts that ship with the model (`mstar models KEY` lists them)"
+    )
+
+
 def model_options(parser: Parser, *, several: bool = False) -> None:
     """How a model is opened: what ``serve`` (which takes *several*) and ``run`` take."""
     with_weights(parser)
@@ -55,6 +63,7 @@ def model_options(parser: Parser, *, several: bool = False) -> None:
         )
     else:
         parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    with_layout(parser)
     parser.add_argument("--device", type=device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
     parser.add_argument(
         "--dtype",

@@ -232,7 +232,11 @@ def _configs(arguments: argparse.Namespace, keys: Sequence[str]) -> Mapping[str,
     files: Sequence[Path] = arguments.config
     if len(keys) == 1 and len(files) <= 1:
         return dict(zip(keys, files, strict=False))
-    for name, value in (("--weights", arguments.weights), ("--trace", arguments.trace)):
+    for name, value in (
+        ("--weights", arguments.weights),
+        ("--layout", arguments.layout),
+        ("--trace", arguments.trace),
+    ):
         if value is not None and len(keys) > 1:
             raise SetupError(f"{name} is for one model; with several, put it into deployment files (--config FILE …)")
     from mstar.runtime.deployment_files import read_file
@@ -299,6 +303,7 @@ def _processor(
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "weights": arguments.weights,
+        "layout": arguments.layout,
         "device": arguments.device,
         "dtype": arguments.dtype,
         "executor": arguments.executor,
