@@ -357,7 +357,18 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
     model = ("--weights", "a/b@c", "--config", "d.yaml", "--device", "cuda:1", "--dtype", "bfloat16")
     server_words = ("--host", "0.0.0.0", "--port", "0", "--api-key", "k")
-    words = (*model, *server_words, "--layout", "apart", "--executor", "inline", "--max-concurrent", "3", "--trace", "t.json")
+    words = (
+        *model,
+        *server_words,
+        "--layout",
+        "apart",
+        "--executor",
+        "inline",
+        "--max-concurrent",
+        "3",
+        "--trace",
+        "t.json",
+    )
     status, _, err = mstar("serve", "toy-chat", *words)
     assert (status, err) == (0, "")
     assert server.served == {
