@@ -17,7 +17,9 @@ import openai
 import pytest
 
 from mstar.processing.sentences import sentence_pieces
+from mstar.spec.errors import RequestError
 from mstar.testing.miniatures.catalog import PIECE, omni_speech, speech_answer
+from mstar.testing.miniatures.processors import SpeechProcessor
 
 from .serving import Server, serving
 
@@ -263,6 +265,27 @@ def test_pieces_keep_their_order_however_many_fit(requests: int) -> None:
         replies = list(pool.map(lambda _: ask(running, input=text, response_format="pcm"), range(4)))
         assert [reply.content == expected for reply in replies] == 4 * [True]
         assert running.pools()["mini_tts"]["kv"]["used"] == 0
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_piece_that_cannot_be_made_ends_the_answer_where_it_would_begin(
+    server: Server, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused while the first one is heard; what comes before it is heard to its end, what comes behind ends."""
+    prepare = SpeechProcessor.prepare
+
+    def refuse(self: SpeechProcessor, task: Any, request_id: str) -> Any:
+        if task.text == PIECES[failing]:
+            raise RequestError("this cannot be said", param="input")
+        return prepare(self, task, request_id)
+
+    monkeypatch.setattr(SpeechProcessor, "prepare", refuse)
+    events = ask(server, input=LONG, response_format="pcm", stream_format="sse", max_tokens=100).text.splitlines()
+    *sounds, last = [json.loads(line.removeprefix("data: ")) for line in events if line]
+    said = b"".join(base64.b64decode(sound["audio"]) for sound in sounds)
+    assert said == pcm(np.concatenate([speech_answer(piece, 100) for piece in PIECES[:failing]]))
+    assert (last["type"], last["error"]["message"]) == ("error", "this cannot be said")
+    assert server.pools()["mini_tts"]["kv"]["used"] == 0
 
 
 def test_a_cancel_ends_the_pieces_that_are_made_ahead(server: Server) -> None:

@@ -334,6 +334,27 @@ async def test_a_piece_that_is_cancelled_by_its_id_ends_them_all(speaking: Any) 
     assert [each.reason for each in service.answers] == 3 * ["cancelled"]
 
 
+async def test_a_reader_that_stops_leaves_nothing_running(speaking: Any) -> None:
+    """By an error, or on its own: whoever reads need not cancel what it does not know."""
+    for second in ([RequestError("lost", status=500)], [asyncio.Event()]):
+        gate = asyncio.Event()
+        scripts = [[TONE, gate, TONE], second, [asyncio.Event()]]
+        service = speaking(lambda number, scripts=scripts: scripts[number])
+        answer: Any = Spoken(service, [object(), object(), object()], "s")  # type: ignore[arg-type]
+        deltas = aiter(answer)
+        await anext(deltas)
+        await until(lambda service=service: len(service.answers) == 3)
+        gate.set()
+        await anext(deltas)
+        if isinstance(second[0], RequestError):
+            with pytest.raises(RequestError, match="lost"):
+                await anext(deltas)
+        else:
+            await deltas.aclose()
+        assert service.answers[2].reason == "cancelled"
+        assert service.holds == []
+
+
 async def _read(answer: Any) -> int:
     return len([delta async for delta in answer])
 
