@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -217,18 +218,28 @@ async def test_the_piece_after_the_next_takes_no_place_that_others_may_want(
         assert (await asking).content == 4 * PCM
 
 
-async def test_of_thousands_of_pieces_only_the_nearest_run(kit: Any, speaking: Any) -> None:
-    most = 0
+async def test_of_thousands_of_pieces_only_the_nearest_are_there(
+    kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later ones are not begun, and of those that have been heard the request knows the names alone."""
+    service, alive, most = speaking(), weakref.WeakSet[Any](), 0
+    make = service.answer
 
-    def script(number: int) -> list[Any]:
+    def made(*arguments: Any) -> Any:
         nonlocal most
-        most = max(most, service.open_requests + 1)
-        return [TONE]
+        answer = make(*arguments)
+        service.answers.clear()
+        alive.add(answer)
+        most = max(most, len(alive))
+        return answer
 
-    service = speaking(script)
-    assert (await ask(kit, service, input="|".join("a" * 1500))).content == 1500 * PCM
-    assert most <= 3
-    assert len(service.answers) == 1500
+    monkeypatch.setattr(service, "answer", made)
+    with caplog.at_level("INFO", "mstar.server"):
+        assert (await ask(kit, service, input="|".join("a" * 1500))).content == 1500 * PCM
+    assert len(service.tasks) == 1500
+    assert 2 <= most <= 4  # the one that has just ended may be there
+    (line,) = [record.getMessage() for record in caplog.records if "/v1/audio/speech" in record.getMessage()]
+    assert line.endswith("-1499 (1500 in all)")
 
 
 async def test_a_piece_waits_while_the_queue_is_full(kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import AudioDelta, Delta
 from mstar.spec.request import Usage
 from mstar.spec.tasks import SpeechTask
-from mstar_server.answers import cancel, start
+from mstar_server.answers import cancel, release, start
 from mstar_server.protocols import Answer, Service
 
 __all__ = ["Spoken"]
@@ -102,6 +102,7 @@ class Spoken:
 
     def _note_end(self, answer: Answer) -> None:
         """Of a text of ten thousand pieces only those that run are kept."""
+        release(answer)
         self._heard_tokens[0] += answer.prompt_tokens
         self._heard_tokens[1] += answer.completion_tokens
         self._usage = answer.usage
