@@ -47,7 +47,8 @@ SHAPES = {
         "A list of objects: `key`, `family`, `summary`, `plugin`, `plugin_version`, `weights` (a list of "
         "`source`, `id`, `revision`), `weights_present`, `weights_folder` (or null), `size` (bytes, or null),"
         " `licence` (`name`, `url`, `commercial`, `gated`, `permissive`), `abilities`, `inputs`, `outputs`. With "
-        "`KEY`: that one object, with `knobs` and `options` (lists of `name`, `value`, `default`, `meaning`)."
+        "`KEY`: that one object, with `knobs` and `options` (lists of `name`, `value`, `default`, `meaning`) and "
+        "`layouts` (name → the package's file)."
     ),
     "plugins": (
         "A list of objects: `name`, `version`, `state` (`loaded`, `broken`, `blocked`), `reason`, `remedy`, "

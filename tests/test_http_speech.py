@@ -16,7 +16,10 @@ import numpy as np
 import openai
 import pytest
 
-from mstar.testing.miniatures.catalog import omni_speech, speech_answer
+from mstar.processing.sentences import sentence_pieces
+from mstar.spec.errors import RequestError
+from mstar.testing.miniatures.catalog import PIECE, omni_speech, speech_answer
+from mstar.testing.miniatures.processors import SpeechProcessor
 
 from .serving import Server, serving
 
@@ -245,9 +248,62 @@ def test_a_voice_that_was_uploaded_speaks(client: openai.OpenAI, server: Server)
     assert [model["id"] for model in server.http.get("/v1/audio/models").json()["data"]] == ["mini_tts", "mini_omni"]
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_pieces_keep_their_order_however_many_fit(requests: int) -> None:
+    """Four listeners of many pieces each, where one request runs at a time and where eight do."""
+    text = " ".join(f"{LONG} {number}." for number in range(6))
+    expected = pcm(np.concatenate([speech_answer(piece) for piece in sentence_pieces(text, PIECE, first=PIECE // 2)]))
+    with (
+        serving(
+            "mini_tts",
+            extra_plugins=("mstar.testing.miniatures",),
+            executor="inline",
+            max_concurrent_requests=requests,
+        ) as running,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        replies = list(pool.map(lambda _: ask(running, input=text, response_format="pcm"), range(4)))
+        assert [reply.content == expected for reply in replies] == 4 * [True]
+        assert running.pools()["mini_tts"]["kv"]["used"] == 0
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_piece_that_cannot_be_made_ends_the_answer_where_it_would_begin(
+    server: Server, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused while the first one is heard; what comes before it is heard to its end, what comes behind ends."""
+    prepare = SpeechProcessor.prepare
+
+    def refuse(self: SpeechProcessor, task: Any, request_id: str) -> Any:
+        if task.text == PIECES[failing]:
+            raise RequestError("this cannot be said", param="input")
+        return prepare(self, task, request_id)
+
+    monkeypatch.setattr(SpeechProcessor, "prepare", refuse)
+    events = ask(server, input=LONG, response_format="pcm", stream_format="sse", max_tokens=100).text.splitlines()
+    *sounds, last = [json.loads(line.removeprefix("data: ")) for line in events if line]
+    said = b"".join(base64.b64decode(sound["audio"]) for sound in sounds)
+    assert said == pcm(np.concatenate([speech_answer(piece, 100) for piece in PIECES[:failing]]))
+    assert (last["type"], last["error"]["message"]) == ("error", "this cannot be said")
+    assert server.pools()["mini_tts"]["kv"]["used"] == 0
+
+
+def test_a_cancel_ends_the_pieces_that_are_made_ahead(server: Server) -> None:
+    body = {"model": "mini_tts", "input": LONG * 100, "max_tokens": 200, "stream_format": "sse"}
+    asked = {"X-Request-ID": "long"}
+    with server.http.stream("POST", "/v1/audio/speech", json=body, headers=asked) as reply:
+        lines = reply.iter_lines()
+        assert "speech.audio.delta" in next(line for line in lines if line)
+        assert server.http.delete("/v1/requests/long").status_code == 200
+        *_, last = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["finish_reason"] == "cancelled"
+    assert server.pools()["mini_tts"]["kv"]["used"] == 0
+
+
 def test_a_client_that_leaves_ends_its_pieces(server: Server) -> None:
-    body = {"model": "mini_tts", "input": LONG * 200, "max_tokens": 500, "response_format": "pcm"}
+    body = {"model": "mini_tts", "input": LONG * 200, "max_tokens": 200, "response_format": "pcm"}
     with server.http.stream("POST", "/v1/audio/speech", json=body) as reply:
+        assert reply.status_code == 200
         next(reply.iter_raw())
     assert server.pools()["mini_tts"]["kv"]["used"] == 0
 

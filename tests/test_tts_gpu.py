@@ -39,6 +39,21 @@ def test_tiny_models(tmp_path: Path) -> None:
     assert all(row["of_floor"] > 0 for row in families["orpheus"]["rows"])
 
 
+@pytest.mark.timeout(300)
+def test_the_codec_apart_is_served_beside_one_process(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = ["--tiny", "--device", "cpu", "--streams", "2", "--seconds", "0.7", "--rounds", "1", "--out", str(out)]
+    command = [sys.executable, str(FOLDER / "codec_apart.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["check"]["apart"] == 0
+    assert [row["layout"] for row in found["rows"]] == ["one process", "codec_apart"]
+    assert all(row["steady"]["first_audio_ms"]["count"] == 2 for row in found["rows"])
+    assert [len(status["ranks"]) for status in found["status"].values()] == [0, 1]
+    assert found["status"]["codec_apart"]["ranks"][0]["steps"] > 4
+
+
 def heard(*arrivals: tuple[float, float]) -> Any:
     """*arrivals*: (when, seconds of sound)."""
     streams = importlib.import_module("speech.streams")

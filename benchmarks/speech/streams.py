@@ -25,7 +25,7 @@ from mstar.spec.request import Done, Emit, Failed
 from mstar.spec.tasks import SpeechTask
 from speech.families import Family
 
-__all__ = ["Heard", "Speaker", "playback", "run_streams", "until"]
+__all__ = ["Heard", "Speaker", "figures", "playback", "run_streams", "until"]
 
 RATE = 24_000
 
@@ -165,7 +165,7 @@ def run_streams(speaker: Speaker, streams: int, seconds: float, rounds: int) -> 
     faults = {heard.fault for heard in (*burst, *steady)} - {None}
     if faults:
         raise AssertionError("; ".join(map(str, faults)))
-    return {"streams": streams, "burst": _figures(burst), "steady": _figures(steady)}
+    return {"streams": streams, "burst": figures(burst), "steady": figures(steady)}
 
 
 def until(speaker: Speaker, answers: Sequence[Heard]) -> None:
@@ -185,7 +185,8 @@ def _stalled(speaker: Speaker) -> str:
     return f"no sound for {STALLED_S:.0f} s; the worker says {speaker.worker.status()}"
 
 
-def _figures(answers: Sequence[Heard]) -> dict[str, Any]:
+def figures(answers: Sequence[Heard]) -> dict[str, Any]:
+    """What *answers* were like to their listeners."""
     silences = [playback(heard) for heard in answers]
     span = max(heard.ended for heard in answers) - min(heard.asked for heard in answers)
     return {

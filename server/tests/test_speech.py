@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,20 +174,72 @@ async def test_a_client_that_leaves_cancels_what_runs(kit: Any, speaking: Any) -
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_next_piece_begins_with_the_first_sound_of_this_one(kit: Any, speaking: Any) -> None:
-    gates = [asyncio.Event() for _ in range(4)]
-    service = speaking(lambda number: [TONE, gates[number], TONE])
+@pytest.mark.parametrize("ahead", [None, 0, 1, 3])
+async def test_the_next_pieces_begin_with_the_first_sound_of_this_one(kit: Any, speaking: Any, ahead: Any) -> None:
+    starts, ends = [asyncio.Event() for _ in range(5)], [asyncio.Event() for _ in range(5)]
+    service = speaking(lambda number: [starts[number], TONE, ends[number], TONE])
+    options, beside = ({}, 2) if ahead is None else ({"speech_ahead": ahead}, ahead)
+
+    async def begun(count: int) -> None:
+        await until(lambda: len(service.answers) >= count)
+        await asyncio.sleep(0.02)
+        assert len(service.answers) == count
+
+    async with kit.client(service, **options) as client:
+        asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c|d|e")))
+        for number in range(5):
+            await begun(min(5, number + max(beside, 1)) if number else 1)
+            starts[number].set()
+            await begun(min(5, number + 1 + beside))
+            ends[number].set()
+        reply = await asking
+    assert reply.content == 10 * PCM
+    assert [task.text for task in service.tasks] == ["a", "b", "c", "d", "e"]
+    assert len({name for name, _ in service.ids}) == 5
+
+
+@pytest.mark.parametrize(("places", "others", "begun"), [(1, 0, 2), (4, 0, 2), (5, 0, 3), (8, 1, 3), (8, 2, 2)])
+async def test_the_piece_after_the_next_takes_no_place_that_others_may_want(
+    kit: Any, speaking: Any, places: int, others: int, begun: int
+) -> None:
+    """The next one is handed in always: else there might be a gap."""
+    gate = asyncio.Event()
+    service = speaking(lambda number: [TONE, gate])
+    service.limits = {"max_concurrent_requests": places}
+    taken = [service.answer(object(), None, None) for _ in range(others)]
     async with kit.client(service) as client:
         asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c|d")))
-        for number in range(4):
-            await until(lambda n=number: len(service.answers) == min(4, n + 2))
-            await asyncio.sleep(0.02)
-            assert len(service.answers) == min(4, number + 2)
-            gates[number].set()
-        reply = await asking
-    assert reply.content == 8 * PCM
-    assert [task.text for task in service.tasks] == ["a", "b", "c", "d"]
-    assert len({name for name, _ in service.ids}) == 4
+        await until(lambda: len(service.answers) >= others + begun)
+        await asyncio.sleep(0.02)
+        assert len(service.answers) == others + begun
+        gate.set()
+        for answer in taken:
+            answer.finish_reason = "stop"
+        assert (await asking).content == 4 * PCM
+
+
+async def test_of_thousands_of_pieces_only_the_nearest_are_there(
+    kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later ones are not begun, and of those that have been heard the request knows the names alone."""
+    service, alive, most = speaking(), weakref.WeakSet[Any](), 0
+    make = service.answer
+
+    def made(*arguments: Any) -> Any:
+        nonlocal most
+        answer = make(*arguments)
+        service.answers.clear()
+        alive.add(answer)
+        most = max(most, len(alive))
+        return answer
+
+    monkeypatch.setattr(service, "answer", made)
+    with caplog.at_level("INFO", "mstar.server"):
+        assert (await ask(kit, service, input="|".join("a" * 1500))).content == 1500 * PCM
+    assert len(service.tasks) == 1500
+    assert 2 <= most <= 4  # the one that has just ended may be there
+    (line,) = [record.getMessage() for record in caplog.records if "/v1/audio/speech" in record.getMessage()]
+    assert line.endswith("-1499 (1500 in all)")
 
 
 async def test_a_piece_waits_while_the_queue_is_full(kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +278,58 @@ async def test_it_does_not_wait_for_ever(kit: Any, speaking: Any, monkeypatch: p
     assert last["error"]["code"] == "queue_full"
 
 
-async def test_a_piece_that_fails_ends_them_all(kit: Any, speaking: Any) -> None:
-    scripts = [[TONE], [RequestError("lost", status=500)], [asyncio.Event()]]
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_piece_that_fails_ends_them_all(
+    kit: Any, speaking: Any, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once what comes before it has been heard, whether it runs by then or was never taken."""
+    gate, lost = asyncio.Event(), RequestError("lost", status=500)
+    scripts = [[TONE, gate, TONE], [asyncio.Event()] if refused else [lost], [asyncio.Event()]]
     service = speaking(lambda number: scripts[number])
-    *_, last = lines((await ask(kit, service, input="a|b|c", stream_format="sse")).text)
+    generate, asked = service.generate, []
+
+    async def refuse(task: Any, *arguments: Any) -> Any:
+        asked.append(task.text)
+        if refused and task.text == "b":
+            raise lost
+        return await generate(task, *arguments)
+
+    monkeypatch.setattr(service, "generate", refuse)
+    async with kit.client(service) as client:
+        asking = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c", stream_format="sse")))
+        await until(lambda: asked == (["a", "b"] if refused else ["a", "b", "c"]))
+        gate.set()
+        *sounds, last = lines((await asking).text)
+    assert b"".join(base64.b64decode(sound["audio"]) for sound in sounds) == 2 * PCM
     assert last["error"]["message"] == "lost"
-    assert len(service.answers) == 2
+    assert [answer.reason for answer in service.answers[2:]] == ([] if refused else ["cancelled"])
+    assert service.holds == []
+
+
+async def test_a_client_that_leaves_while_a_piece_is_prepared_leaves_nothing(
+    kit: Any, speaking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, stopped = speaking([TONE, asyncio.Event()]), []
+    generate = service.generate
+
+    async def slow(task: Any, *arguments: Any) -> Any:
+        if task.text == "b":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                stopped.append(task.text)
+                raise
+        return await generate(task, *arguments)
+
+    monkeypatch.setattr(service, "generate", slow)
+    async with kit.server(service) as address, httpx.AsyncClient(base_url=f"http://{address}") as client:
+        asked = asyncio.create_task(client.post("/v1/audio/speech", json=body(input="a|b|c"), timeout=60))
+        await until(lambda: bool(service.answers) and service.answers[0].said == 1)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: stopped == ["b"] and service.answers[0].reason == "cancelled")
+    assert len(service.answers) == 1
+    assert service.holds == []
 
 
 async def test_a_piece_that_is_cancelled_by_its_id_ends_them_all(speaking: Any) -> None:
@@ -239,11 +338,32 @@ async def test_a_piece_that_is_cancelled_by_its_id_ends_them_all(speaking: Any) 
     answer: Any = Spoken(service, tasks, "s")  # type: ignore[arg-type]
     await answer.begin()
     reading = asyncio.create_task(_read(answer))
-    await until(lambda: len(service.answers) == 2)
+    await until(lambda: len(service.answers) == 3)
     service.answers[0].cancel()
     assert await reading == 1
     assert answer.finish_reason == "cancelled"
-    assert service.answers[1].reason == "cancelled"
+    assert [each.reason for each in service.answers] == 3 * ["cancelled"]
+
+
+async def test_a_reader_that_stops_leaves_nothing_running(speaking: Any) -> None:
+    """By an error, or on its own: whoever reads need not cancel what it does not know."""
+    for second in ([RequestError("lost", status=500)], [asyncio.Event()]):
+        gate = asyncio.Event()
+        scripts = [[TONE, gate, TONE], second, [asyncio.Event()]]
+        service = speaking(lambda number, scripts=scripts: scripts[number])
+        answer: Any = Spoken(service, [object(), object(), object()], "s")  # type: ignore[arg-type]
+        deltas = aiter(answer)
+        await anext(deltas)
+        await until(lambda service=service: len(service.answers) == 3)
+        gate.set()
+        await anext(deltas)
+        if isinstance(second[0], RequestError):
+            with pytest.raises(RequestError, match="lost"):
+                await anext(deltas)
+        else:
+            await deltas.aclose()
+        assert service.answers[2].reason == "cancelled"
+        assert service.holds == []
 
 
 async def _read(answer: Any) -> int:

@@ -359,7 +359,18 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
     model = ("--weights", "a/b@c", "--config", "d.yaml", "--device", "cuda:1", "--dtype", "bfloat16")
     server_words = ("--host", "0.0.0.0", "--port", "0", "--api-key", "k")
-    words = (*model, *server_words, "--executor", "inline", "--max-concurrent", "3", "--trace", "t.json")
+    words = (
+        *model,
+        *server_words,
+        "--layout",
+        "apart",
+        "--executor",
+        "inline",
+        "--max-concurrent",
+        "3",
+        "--trace",
+        "t.json",
+    )
     status, _, err = mstar("serve", "toy-chat", *words)
     assert (status, err) == (0, "")
     assert server.served == {
@@ -370,6 +381,7 @@ def test_serve_passes_its_options_on(mstar: Run, server: FakeServer) -> None:
     assert server.opened["config"] == Path("d.yaml")
     assert server.opened["overrides"] == {
         "weights": "a/b@c",
+        "layout": "apart",
         "device": "cuda:1",
         "dtype": "bfloat16",
         "executor": "inline",
@@ -398,7 +410,7 @@ def test_serve_with_several_models_some_on_demand(mstar: Run, server: FakeServer
     assert (spec.key, make(), server.opened["config"]) == ("toy-chat", "the service", config)
 
 
-def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None:
+def test_serve_passes_limits_on(mstar: Run, server: FakeServer) -> None:
     words = {
         "--max-body": ("1GiB", "max_body_bytes", 2**30),
         "--max-file": ("1.5GB", "max_file_bytes", 1_500_000_000),
@@ -413,6 +425,7 @@ def test_serve_passes_limits_of_media_on(mstar: Run, server: FakeServer) -> None
         "--fetch-timeout": ("12", "fetch_timeout_s", 12.0),
         "--media-processes": ("2", "media_processes", 2),
         "--video-timeout": ("13", "video_timeout_s", 13.0),
+        "--speech-ahead": ("0", "speech_ahead", 0),
     }
     flat = [word for flag, (value, *_) in words.items() for word in (flag, value)]
     hosts = ("--allow-remote-media", "--media-host", "A.example", "--media-host", "*.b.example")

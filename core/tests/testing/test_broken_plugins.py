@@ -89,6 +89,7 @@ STATIC: dict[str, dict[str, str]] = {
         "test_deployment": "unknown key; did you mean 'max_concurrent_requests'?",
         "test_it_loads": "max_concurent_requests",
     },
+    "bad_layout": {"test_graph": "layout 'two': placement.decoder: unknown node"},
     "bad_resources": {"test_it_loads": "resources.kvv: unknown resource; did you mean 'kv'?"},
     "silent": {"test_graph": "stream 'text'", "test_it_loads": "stream 'text'"},
     "wrong_dtype": {

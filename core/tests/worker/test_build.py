@@ -60,6 +60,38 @@ def test_a_rank_takes_the_gpu_of_its_number_unless_it_sees_one_only(own: bool, m
     assert machine.rank_device(config) == (torch.device("cuda") if own else torch.device("cuda", 3))
 
 
+def test_ranks_have_the_gpus_that_the_deployment_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share one plan with parts of it, and pass no tensors by NCCL."""
+    monkeypatch.setattr(machine, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1200)
+    placed = {"placement": {"lm": 0, "codec": [1, 2]}, "device": "cuda", "engine": {"runner": "eager"}}
+
+    def of(numbers: list[int], rank: int) -> tuple[int | None, int]:
+        deployment = merge_deployment("mini_tts", {**placed, "rank_devices": numbers})
+        config = WorkerConfig(key="mini_tts", weights=None, deployment=deployment, rank=rank)
+        device = machine.rank_device(config)
+        return device.index, machine.plannable(config, device, {})
+
+    assert [of([2, 2, 0], rank) for rank in (0, 1, 2)] == [(2, 600), (2, 600), (0, 1200)]
+    assert [of([1, 1, 1], rank) for rank in (0, 1, 2)] == 3 * [(1, 400)]
+    assert [of([], rank) for rank in (0, 1, 2)] == [(0, 1200), (1, 1200), (2, 1200)]
+    with pytest.raises(SetupError, match="rank 2 of copy 0 needs cuda:3, and this machine has 3 GPUs"):
+        of([0, 1, 3], 2)
+    reserved = [
+        machine.reserved_bytes(merge_deployment("m", {**placed, "rank_devices": numbers}), torch.device("cuda"))
+        for numbers in ([0, 0, 0], [0, 0, 1], [])
+    ]
+    assert reserved[0] < reserved[1] == reserved[2]  # communicators
+
+
+def test_one_rank_has_the_gpu_that_the_deployment_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = WorkerConfig(key="m", weights=None, deployment=merge_deployment("m", {"rank_devices": [3]}))
+    assert machine.rank_device(config) == torch.device("cuda", 3)
+
+
 def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 1200)
     deployment = merge_deployment("mini_chat", {"replicas": 2, "placement": {"lm": 0, "codec": 1}})

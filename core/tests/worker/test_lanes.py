@@ -204,6 +204,9 @@ def test_which_way(asked: str | None, here: str, there: str, way: str) -> None:
     found, why = way_between(asked, here, there)
     assert found == way
     assert why
+    shared, why = way_between(asked, here, there, shared=True)
+    assert shared == ("shm" if way == "nccl" else way)
+    assert ("share a GPU" in why) == (way == "nccl")
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -50,6 +50,12 @@ def test_a_layout_gives_the_answers_of_one_rank(placement: dict[str, Any]) -> No
     assert_all_right(RankDriver(mini, placement=placement), mini, 5, seed=3)
 
 
+@pytest.mark.parametrize(("numbers", "beside"), [([1, 1, 0], (True, False)), ([0, 1, 1], (False, False))])
+def test_rank_0_is_told_who_is_on_its_gpu(numbers: list[int], beside: tuple[bool, bool]) -> None:
+    driver = RankDriver(miniature("mini_tts"), placement={"lm": 0, "codec": [1, 2]}, rank_devices=numbers)
+    assert tuple(driver.wires[rank].follower.facts()["beside_rank_0"] for rank in (1, 2)) == beside
+
+
 def test_every_file_is_a_deployment() -> None:
     pages = sorted(page.name for page in DOCS.glob("*.md"))
     assert len(pages) >= 4

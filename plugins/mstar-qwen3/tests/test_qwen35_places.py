@@ -25,6 +25,7 @@ from mstar.testing.drive import Driver
 from mstar.testing.examples import Example
 from mstar.testing.rank_drive import RankDriver
 from mstar.worker import tensor_channel
+from mstar_qwen3 import tiny, tiny_vision
 from mstar_server.app import create_app
 
 KEY = "qwen3_5_0.8b"
@@ -137,3 +138,28 @@ def test_a_divided_model_sees(folders: dict[str, Path]) -> None:
             steps = [rank["steps"] for rank in model.status()["ranks"]]
     assert said[0] == said[1]
     assert steps[0] > len(CHATS)
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny checkpoint with heads for four ranks, of which two share a head of keys and values."""
+    monkeypatch.setattr(tiny, "KEY_HEADS", 4)
+    monkeypatch.setattr(tiny, "VALUE_HEADS", 8)
+    monkeypatch.setattr(tiny_vision, "HEADS", 4)
+    tiny.write(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
+def test_the_layout_of_four_ranks_says_and_sees_what_one_rank_does(wide: Path) -> None:
+    extra = () if importlib.metadata.entry_points(group="mstar.plugins", name="qwen3") else ("mstar_qwen3.plugin",)
+    settings = Settings(extra_plugins=extra)
+    registry, said = Registry(load_plugins(settings)), []
+    for placed in ({"executor": "inline"}, {"executor": "processes", "layout": "tp4"}):
+        told = {**EXACT, "resources": {"kv": {"tokens": 4096}}, "engine": {"threads": 1}, **placed}
+        with mstar.load("qwen3_8_27b", weights=str(wide), settings=settings, registry=registry, **told) as model:
+            said.append([ask(model, CHATS[name]).tokens for name in ("text", "a picture")])
+            ranks = model.status()["ranks"]
+    assert said[0] == said[1]
+    assert len({*said[0]}) == 2
+    assert len(ranks) == 3
+    assert all(rank["steps"] > 2 for rank in ranks)

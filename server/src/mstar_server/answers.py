@@ -18,7 +18,7 @@ from mstar.spec.tasks import Task
 from mstar_server.exchange import current
 from mstar_server.protocols import Answer, Generates, Service, Takeable
 
-__all__ = ["Merged", "begin", "cancel", "start"]
+__all__ = ["Merged", "begin", "cancel", "release", "start"]
 
 QUEUED_DELTAS = 64
 """Deltas that wait for a slow client before its request stops being drained (the engine's back-pressure takes over)."""
@@ -57,6 +57,13 @@ async def _start_one(service: Generates, task: Task, name: str, sibling_of: str 
     answer = await service.generate(task, name, sibling_of)
     exchange.adopt(answer)
     return answer
+
+
+def release(answer: Answer) -> None:
+    """*answer*, one of very many that follow one another, has ended and has been read: nothing keeps it any longer."""
+    exchange = current()
+    if exchange is not None:
+        exchange.release(answer)
 
 
 def cancel(answers: Sequence[Answer]) -> None:

@@ -60,7 +60,8 @@ class Exchange:
     """:ivar id: the client's ``X-Request-ID`` if that is one, else made up. Not unique: clients may repeat theirs.
     :ivar caller: whose key it came with; ``None`` where no keys are asked for.
     :ivar deadline: of the client, in monotonic seconds.
-    :ivar answers: what runs for it, by the engine's id.
+    :ivar answers: what runs for it, or has run, by the engine's id. :ivar released: the ids of those that it knows no
+        more of.
     """
 
     def __init__(self, exchange_id: str, book: Exchanges, seconds: float | None = None, caller: ApiKey | None = None):
@@ -68,6 +69,7 @@ class Exchange:
         self.began = time.monotonic()
         self.deadline = None if seconds is None else self.began + seconds
         self.answers: dict[str, Answer] = {}
+        self.released: list[str] = []
         self.error: RequestError | None = None
         self.status = 499  # of the response; until there is one, what the log calls a client that left
         self.responding = self.responded = False  # the head is out; the last byte is
@@ -127,6 +129,12 @@ class Exchange:
             raise self.error
         self.answers[answer.id] = answer
         self.book.add(answer.id, self)
+
+    def release(self, answer: Answer) -> None:
+        """*answer* has ended and has been read. For those of whom there may be thousands, one after the other."""
+        if self.answers.pop(answer.id, None) is not None:
+            self.released.append(answer.id)
+            self.book.drop(answer.id, self)
 
     def cancel(self, answer_id: str | None = None) -> None:
         """End it at its client's wish: what runs ends with finish reason ``cancelled``; before that, an error.
@@ -238,10 +246,14 @@ class Exchanges:
 
     def remove(self, exchange: Exchange) -> None:
         for name in (exchange.id, *exchange.answers):
-            named = self._by_id.get(name, {})
-            named.pop(exchange, None)
-            if not named:
-                self._by_id.pop(name, None)
+            self.drop(name, exchange)
+
+    def drop(self, name: str, exchange: Exchange) -> None:
+        """*exchange* is not called *name* any more."""
+        named = self._by_id.get(name, {})
+        named.pop(exchange, None)
+        if not named:
+            self._by_id.pop(name, None)
 
     def cancel(self, name: str, tenant: str, asking: Exchange | None) -> int:
         """Cancel what is called *name* and belongs to *tenant*, but never *asking* itself. Returns how many that
@@ -397,7 +409,7 @@ def _note(exchange: Exchange, scope: Scope) -> None:
     if path.startswith("/health") or path == "/metrics":
         return
     took = time.monotonic() - exchange.began
-    names = list(exchange.answers)
+    names = [*exchange.released, *exchange.answers]
     shown = names if len(names) <= SHOWN_ANSWERS else [*names[: SHOWN_ANSWERS - 1], names[-1]]
     fields = {
         "method": scope.get("method", "WEBSOCKET"),

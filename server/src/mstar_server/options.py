@@ -76,6 +76,7 @@ class ServerOptions:
     :param max_stored_responses: of more the oldest go, of the client that has most.
     :param stored_responses_days: how long they are kept.
     :param max_speech_chars: longest text to be spoken, and longest instructions or transcript beside it.
+    :param speech_ahead: pieces of a long text that are made beside the one that is heard; 0: none.
     :param max_voices: most voices that one client (one key) may upload.
     :param max_voice_s: longest sample of a voice in seconds, uploaded or sent with a request.
     :param keepalive_s: a stream that is silent for so long gets an empty chunk. Also how long a stream's status line is
@@ -142,6 +143,7 @@ class ServerOptions:
     max_stored_responses: int = 10_000
     stored_responses_days: float = 30.0
     max_speech_chars: int = 32_768
+    speech_ahead: int = 2
     max_voices: int = 256
     max_voice_s: float = 60.0
     keepalive_s: float = 10.0

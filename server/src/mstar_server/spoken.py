@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from mstar.spec.errors import RequestError, TooBusy
 from mstar.spec.processor import AudioDelta, Delta
 from mstar.spec.request import Usage
 from mstar.spec.tasks import SpeechTask
-from mstar_server.answers import cancel, start
+from mstar_server.answers import cancel, release, start
 from mstar_server.protocols import Answer, Service
 
 __all__ = ["Spoken"]
@@ -23,43 +24,51 @@ BUSY_S = 60.0
 class Spoken:
     """The sounds of *tasks*, one after the other, as one :class:`~mstar_server.protocols.Answer`.
 
-    While one piece is heard the next one is made already; there are never more than two. An error of one ends them all.
+    While one piece is heard, from its first sound on, the next ones are made already. The next one is handed in
+    whatever else runs, those behind it only while less than half of the model's places are taken: who listens to
+    something else is not to wait for them. An error of one ends them all, once what comes before it has been heard.
     They are one request to a server that stops: it lets them end.
+
+    :param ahead: pieces that are made beside the one that is heard, at most; with 0 each begins when the one before
+        has ended.
     """
 
-    def __init__(self, service: Service, tasks: Sequence[SpeechTask], answer_id: str):
-        self.id, self._hold, self._tasks = answer_id, service.hold(), tasks
-        self._answers: list[Answer] = []
-        self._ahead: asyncio.Task[Answer] | None = None
+    def __init__(self, service: Service, tasks: Sequence[SpeechTask], answer_id: str, ahead: int = 2):
+        self.id, self._service, self._hold = answer_id, service, service.hold()
+        self._tasks, self._most = tasks, ahead
+        self._begun = 0
+        self._running: deque[Answer] = deque()  # in order; the first is the one that is heard
+        self._beginning: asyncio.Task[None] | None = None
+        self._fault: Exception | None = None  # of the next piece, for when its turn has come
+        self._heard_tokens = [0, 0]  # of prompts and answers of the pieces that have ended
+        self._usage: Usage | None = None
+        self._reason: str | None = None
         self._cancelled: str | None = None
         self._ended = False
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(answer.prompt_tokens for answer in self._answers)
+        return self._heard_tokens[0] + sum(answer.prompt_tokens for answer in self._running)
 
     @property
     def completion_tokens(self) -> int:
-        return sum(answer.completion_tokens for answer in self._answers)
+        return self._heard_tokens[1] + sum(answer.completion_tokens for answer in self._running)
 
     @property
     def usage(self) -> Usage | None:
-        return self._answers[0].usage if len(self._answers) == 1 else None
+        return self._usage if len(self._tasks) == 1 else None
 
     @property
     def finish_reason(self) -> str | None:
         """``length`` if any piece was cut short: the pieces after it do not make that good."""
         if self._cancelled is not None:
             return self._cancelled
-        if not self._ended:
-            return None
-        reasons = [answer.finish_reason or "stop" for answer in self._answers]
-        return "length" if "length" in reasons else reasons[-1]
+        return self._reason if self._ended else None
 
     async def begin(self) -> None:
         """Hand in the first piece; what is wrong with the request is raised here."""
         try:
-            self._answers.append(await self._start(0))
+            await self._begin_one()
         except BaseException:
             self._hold.close()
             raise
@@ -70,24 +79,35 @@ class Spoken:
                 yield delta
         finally:
             self._hold.close()
+            self._drop()
 
     async def _deltas(self) -> AsyncIterator[Delta]:
-        if not self._answers:
+        if not self._begun:
             await self.begin()
-        for number in range(len(self._tasks)):
-            if number:
-                self._answers.append(await self._begun(number))
-            async for delta in self._answers[number]:
+        while self._running:
+            answer = self._running[0]
+            async for delta in answer:
                 if self._cancelled is not None:
                     return
                 if isinstance(delta, AudioDelta):
-                    self._begin_next(number)
+                    self._look_ahead()
                     yield delta
-            if self._cancelled is None and self._answers[number].finish_reason == "cancelled":
+            self._note_end(self._running.popleft())
+            if self._cancelled is None and answer.finish_reason == "cancelled":
                 self.cancel()  # by whoever knows the piece by its id
             if self._cancelled is not None:
                 return
-        self._ended = True
+            await self._next()
+        self._ended = self._cancelled is None
+
+    def _note_end(self, answer: Answer) -> None:
+        """Of a text of ten thousand pieces only those that run are kept."""
+        release(answer)
+        self._heard_tokens[0] += answer.prompt_tokens
+        self._heard_tokens[1] += answer.completion_tokens
+        self._usage = answer.usage
+        if self._reason != "length":
+            self._reason = answer.finish_reason or "stop"
 
     @property
     def follow(self) -> None:
@@ -105,45 +125,65 @@ class Spoken:
             return
         self._cancelled = reason
         self._hold.close()
-        if self._ahead is not None:
-            self._ahead.add_done_callback(_discard)
-            self._ahead.cancel()
-            self._ahead = None
-        cancel(self._answers)
+        self._drop()
 
     def close(self) -> None:
         self.cancel()
-        for answer in self._answers:
+        for answer in self._running:
             answer.close()
 
-    def _begin_next(self, number: int) -> None:
-        if self._ahead is None and len(self._answers) == number + 1 < len(self._tasks):
-            self._ahead = asyncio.ensure_future(self._start(number + 1))
+    def _drop(self) -> None:
+        """Nobody will hear what runs still."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+        cancel(self._running)
 
-    async def _begun(self, number: int) -> Answer:
-        """Piece *number*, which was begun ahead if there was room for it."""
+    # --- the next pieces ----------------------------------------------------------------------------------------------
+    def _look_ahead(self) -> None:
+        if (self._beginning is None or self._beginning.done()) and self._may_begin():
+            self._beginning = asyncio.ensure_future(self._begin_ahead(self._turn))
+
+    @property
+    def _turn(self) -> int:
+        """The number of the piece that is heard."""
+        return self._begun - len(self._running)
+
+    def _may_begin(self) -> bool:
+        """Whether one more piece may be made beside the one that is heard."""
+        if self._begun == len(self._tasks) or len(self._running) > self._most or self._fault is not None:
+            return False
+        places = self._service.limits.get("max_concurrent_requests")
+        return len(self._running) == 1 or places is None or 2 * self._service.open_requests < places
+
+    async def _begin_ahead(self, turn: int) -> None:
+        """One after the other, so that they are in the queue in the order in which they are heard."""
+        try:
+            while self._cancelled is None and self._turn == turn and self._may_begin():
+                await self._begin_one()
+        except TooBusy:
+            pass  # at the next sound, or when its turn has come
+        except Exception as error:
+            self._fault = error
+
+    async def _next(self) -> None:
+        """Until the next piece runs, which was begun ahead if there was room for it; or there is none."""
         deadline = time.monotonic() + BUSY_S
-        while True:
-            if self._ahead is None:
-                self._ahead = asyncio.ensure_future(self._start(number))
+        while not self._running and self._begun < len(self._tasks) and self._cancelled is None:
+            if self._beginning is not None and not self._beginning.done():
+                await asyncio.wait((self._beginning,))
+                continue
+            if self._fault is not None:
+                raise self._fault
             try:
-                answer = await self._ahead
+                await self._begin_one()
             except TooBusy as error:
-                self._ahead = None
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(min(error.retry_after or 1.0, 1.0))
-            else:
-                self._ahead = None
-                return answer
 
-    async def _start(self, number: int) -> Answer:
+    async def _begin_one(self) -> None:
+        number = self._begun
         name = self.id if len(self._tasks) == 1 else f"{self.id}-{number}"
         (answer,) = await start(self._hold, [self._tasks[number]], name)
-        return answer
-
-
-def _discard(ahead: asyncio.Task[Answer]) -> None:
-    """Nobody will hear it."""
-    if not ahead.cancelled() and ahead.exception() is None:
-        cancel([ahead.result()])
+        self._begun += 1
+        self._running.append(answer)

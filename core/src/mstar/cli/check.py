@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.cli.commands import Commands, Context, Parser
-from mstar.cli.options import with_json
+from mstar.cli.options import with_json, with_layout
 from mstar.cli.output import bytes_in_words, fault, note, print_json, table
 from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
@@ -29,6 +29,7 @@ def register(commands: Commands) -> None:
 def _arguments(parser: Parser) -> None:
     parser.add_argument("target", nargs="?", metavar="KEY|FILE", help="a model, or a deployment file that names one")
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML) to check KEY with")
+    with_layout(parser)
     parser.add_argument(
         "--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the model's configuration is; nothing is fetched"
     )
@@ -48,7 +49,12 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
         raise SetupError("mstar check: give a deployment file once, as FILE or with --config")
     with quiet():
         checked = check_model(
-            spec, context.settings, context.registry, config=file or arguments.config, weights=arguments.weights
+            spec,
+            context.settings,
+            context.registry,
+            config=file or arguments.config,
+            layout=arguments.layout,
+            weights=arguments.weights,
         )
     if arguments.json:
         print_json(_facts(checked))
@@ -82,7 +88,8 @@ def _between_ranks(checked: Checked) -> dict[str, str] | None:
         return None
     from mstar.worker.tensor_channel import way_between  # imports torch
 
-    way, why = way_between(deployment.engine.values, device.type, device.type)
+    shared = {deployment.gpu_of(rank) for rank in range(ranks_of(deployment.placement))} == {deployment.gpu_of(0)}
+    way, why = way_between(deployment.engine.values, device.type, device.type, shared)
     return {"way": way, "why": why}
 
 

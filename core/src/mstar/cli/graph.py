@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mstar.cli.commands import Commands, Context, Parser
-from mstar.cli.options import with_json, with_key
+from mstar.cli.options import with_json, with_key, with_layout
 from mstar.cli.output import Tree, fault, note, print_json
 from mstar.plugin_code import quiet
 from mstar.spec.errors import SetupError, counted
@@ -25,6 +25,7 @@ def register(commands: Commands) -> None:
 def _arguments(parser: Parser) -> None:
     with_key(parser, or_config=True)
     parser.add_argument("--config", type=Path, metavar="FILE", help="deployment file (YAML)")
+    with_layout(parser)
     parser.add_argument(
         "--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the model's configuration is; nothing is fetched"
     )
@@ -45,7 +46,12 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
 
     with quiet():
         checked = check_model(
-            spec, context.settings, context.registry, config=arguments.config, weights=arguments.weights
+            spec,
+            context.settings,
+            context.registry,
+            config=arguments.config,
+            layout=arguments.layout,
+            weights=arguments.weights,
         )
     if checked.graph is None or checked.deployment is None:
         fault("\n".join(str(found) for found in checked.faults))
@@ -65,7 +71,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
 def _check_command(arguments: argparse.Namespace) -> str:
     """What to type to check just what was drawn."""
     words = ["mstar", "check"] if arguments.key is None else ["mstar", "check", arguments.key]
-    for option in ("config", "weights"):
+    for option in ("config", "layout", "weights"):
         value = getattr(arguments, option)
         words += [f"--{option}", str(value)] if value is not None else []
     return shlex.join(words)

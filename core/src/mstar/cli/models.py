@@ -93,7 +93,7 @@ def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
     shipped = packaged_deployment(spec).get("model_kwargs") or {}
     found = {"knobs": _fields(spec.knobs, {}), "options": _fields(spec.options, shipped)}
     if as_json:
-        print_json({**facts, **found})
+        print_json({**facts, **found, "layouts": dict(spec.layouts)})
         return 0
     print(f"{spec.key}: {spec.summary}")
     for title, rows in (("KNOB", found["knobs"]), ("OPTION", found["options"])):
@@ -101,6 +101,9 @@ def _show(spec: ModelSpec, as_json: bool, context: Context) -> int:
         print(f"\n{what}:" if rows else f"\n{what}: none")
         if rows:
             print(table((title, "VALUE", "DEFAULT", "MEANING"), [tuple(row.values()) for row in rows]))
+    if spec.layouts:
+        print("\nlayouts that ship with it (--layout NAME, or layout: NAME in a deployment file):")
+        print(table(("LAYOUT", "FILE"), list(spec.layouts.items())))
     return 0
 
 

@@ -15,6 +15,7 @@ from mstar.settings import Settings
 
 __all__ = [
     "accepting",
+    "count",
     "device",
     "engine_options",
     "model_options",
@@ -25,6 +26,7 @@ __all__ = [
     "seconds",
     "with_json",
     "with_key",
+    "with_layout",
     "with_weights",
 ]
 
@@ -48,6 +50,13 @@ def with_weights(parser: Parser) -> None:
     parser.add_argument("--weights", metavar="DIR|HUB_ID[@REVISION]", help="where the weights are")
 
 
+def with_layout(parser: Parser) -> None:
+    """``--layout``, as in a deployment file."""
+    parser.add_argument(
+        "--layout", metavar="NAME", help="one of the layouts that ship with the model (`mstar models KEY` lists them)"
+    )
+
+
 def model_options(parser: Parser, *, several: bool = False) -> None:
     """How a model is opened: what ``serve`` (which takes *several*) and ``run`` take."""
     with_weights(parser)
@@ -58,6 +67,7 @@ def model_options(parser: Parser, *, several: bool = False) -> None:
         )
     else:
         parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    with_layout(parser)
     parser.add_argument("--device", type=device, metavar="cpu|cuda|cuda:N", help="default: cuda when there is one")
     parser.add_argument(
         "--dtype",
@@ -102,6 +112,13 @@ def port(value: str) -> int:
     """A TCP port; 0 asks for any free one."""
     if not value.isdecimal() or int(value) > 65535:
         raise argparse.ArgumentTypeError(f"{value!r} is not a port (0 to 65535)")
+    return int(value)
+
+
+def count(value: str) -> int:
+    """A whole number of at least 0."""
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of at least 0")
     return int(value)
 
 

@@ -98,6 +98,7 @@ def _request(arguments: argparse.Namespace, context: Context, task: Task, out: T
         arguments.key,
         weights=arguments.weights,
         config=arguments.config,
+        layout=arguments.layout,
         device=arguments.device,
         dtype=arguments.dtype,
         settings=accepting(arguments, context),

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from mstar.api_keys import DEFAULT_FILE
 from mstar.cli.commands import Commands, Context, Parser, one_of
 from mstar.cli.media_options import MEDIA_OPTIONS, media_options
-from mstar.cli.options import accepting, engine_options, model_options, port, positive, positive_seconds, seconds
+from mstar.cli.options import accepting, count, engine_options, model_options, port, positive, positive_seconds, seconds
 from mstar.licences import check_licence
 from mstar.log_format import LOG_FORMATS, begin_logging
 from mstar.registry import Registry, load_object
@@ -44,6 +44,7 @@ _PASSED_ON = (
     "log_stats",
     "otel",
     "video_timeout_s",
+    "speech_ahead",
     *MEDIA_OPTIONS,
 )
 """Arguments that are the server's options of the same name, where they are given."""
@@ -155,6 +156,12 @@ def _arguments(parser: Parser) -> None:
         help="how long a video job may take, queue included (default: 21600)",
     )
     parser.add_argument(
+        "--speech-ahead",
+        type=count,
+        metavar="N",
+        help="pieces of a long text that are spoken beside the one that is heard (default: 2)",
+    )
+    parser.add_argument(
         "--log-format",
         type=one_of(*LOG_FORMATS),
         metavar="text|json",
@@ -239,7 +246,11 @@ def _configs(arguments: argparse.Namespace, keys: Sequence[str]) -> Mapping[str,
     files: Sequence[Path] = arguments.config
     if len(keys) == 1 and len(files) <= 1:
         return dict(zip(keys, files, strict=False))
-    for name, value in (("--weights", arguments.weights), ("--trace", arguments.trace)):
+    for name, value in (
+        ("--weights", arguments.weights),
+        ("--layout", arguments.layout),
+        ("--trace", arguments.trace),
+    ):
         if value is not None and len(keys) > 1:
             raise SetupError(f"{name} is for one model; with several, put it into deployment files (--config FILE …)")
     from mstar.runtime.deployment_files import read_file
@@ -306,6 +317,7 @@ def _processor(
 def _overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "weights": arguments.weights,
+        "layout": arguments.layout,
         "device": arguments.device,
         "dtype": arguments.dtype,
         "executor": arguments.executor,

@@ -175,7 +175,14 @@ def _measure(arguments: argparse.Namespace, context: Context) -> None:
     spec = context.registry.model(arguments.what)
     arguments.key = spec.key
     settings = accepting(arguments, context)
-    checked = check_model(spec, settings, context.registry, config=arguments.config, weights=arguments.weights)
+    checked = check_model(
+        spec,
+        settings,
+        context.registry,
+        config=arguments.config,
+        layout=arguments.layout,
+        weights=arguments.weights,
+    )
     pools = {name: pool for name, pool in checked.declared.items() if isinstance(pool, PagedKV)}
     if not pools:
         raise SetupError(f"{spec.key!r} has no KV cache that grows token by token: such models are not simulated")
@@ -208,6 +215,7 @@ async def _on_engine(
 
     flags = {
         "weights": arguments.weights,
+        "layout": arguments.layout,
         "device": arguments.device,
         "dtype": arguments.dtype,
         **engine_options(arguments),

@@ -8,43 +8,66 @@ from pathlib import Path
 from typing import Any
 
 from mstar.runtime.checked import Checked, Fault
-from mstar.runtime.deployment_files import Written, file_deployment, key_paths, packaged_deployment, packaged_name
+from mstar.runtime.deployment_files import (
+    Written,
+    file_deployment,
+    key_paths,
+    packaged_deployment,
+    packaged_layout,
+    packaged_name,
+)
 from mstar.spec.deployment import Deployment, merge_deployment
-from mstar.spec.errors import DeploymentError, innermost
+from mstar.spec.errors import DeploymentError, FaultFound, innermost
 
 __all__ = ["Where", "read_deployment", "usable"]
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where the deployment's keys stand: in what ships with the package, or in a *file*, with *lines*."""
+    """Where the deployment's keys stand: in what ships with the package (*packaged*, or a layout beside it; in which of
+    them each of *packaged_keys* is), or in a *file*, with *lines*."""
 
     packaged: str
-    packaged_keys: frozenset[str]
+    packaged_keys: Mapping[str, str]
     file: str | None
     lines: Mapping[str, int]
 
     def file_of(self, key: str) -> str:
         """Where the key at path *key* got its value, or the innermost key around it; else where one would write it."""
+        packaged = innermost(self.packaged_keys, key)
         if self.file is None:
-            return self.packaged
-        packaged = innermost(dict.fromkeys(self.packaged_keys, True), key)
-        return self.packaged if packaged and innermost(self.lines, key) is None else self.file
+            return packaged or self.packaged
+        return packaged if packaged and innermost(self.lines, key) is None else self.file
 
 
-def read_deployment(checked: Checked, config: Path | None) -> tuple[Deployment, Where]:
-    """The deployment; keys at fault are left out, so that the check can go on."""
+def read_deployment(checked: Checked, config: Path | None, layout: str | None = None) -> tuple[Deployment, Where]:
+    """The deployment; keys at fault are left out, so that the check can go on. *layout*: goes before what *config*
+    says of it."""
     spec, package = checked.spec, packaged_name(checked.spec)
     packaged: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
     with checked.stage(package):
         packaged = packaged_deployment(spec)
     try:
         written = file_deployment(spec, config)
     except DeploymentError as error:
         written = Written(faults=error.faults)
-    where = Where(package, frozenset(key_paths(packaged)), None if config is None else str(config), written.lines)
-    checked.faults += [Fault(str(config), path, message) for path, message in written.faults]
-    layers = [packaged, written.values]
+    named = layout or written.values.get("layout")
+    own = "options given" if layout is not None else str(config)
+    faults = [Fault(str(config), path, message) for path, message in written.faults]
+    try:
+        placed = packaged_layout(spec, named)
+    except DeploymentError as error:
+        faults += [Fault(spec.layouts.get(str(named), own), path, message) for path, message in error.faults]
+    except FaultFound as error:
+        faults.append(Fault(spec.layouts[str(named)], "", str(error)))
+    keys = {
+        **dict.fromkeys(key_paths(packaged), package),
+        **dict.fromkeys(key_paths(placed), spec.layouts.get(str(named), "")),
+    }
+    where = Where(package, keys, None if config is None else str(config), written.lines)
+    checked.faults += faults
+    layers = [packaged, placed, written.values, {"layout": layout}]
     try:
         return merge_deployment(spec.key, *layers, knobs=getattr(spec.knobs, "model_fields", ())), where
     except DeploymentError as error:

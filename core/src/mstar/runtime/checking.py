@@ -95,16 +95,23 @@ def model_of_file(file: Path, registry: Registry) -> ModelSpec:
 
 
 def check_model(
-    spec: ModelSpec, settings: Settings, registry: Registry, *, config: Path | None = None, weights: str | None = None
+    spec: ModelSpec,
+    settings: Settings,
+    registry: Registry,
+    *,
+    config: Path | None = None,
+    layout: str | None = None,
+    weights: str | None = None,
 ) -> Checked:
     """Check *spec* as deployment file *config* would serve it.
 
+    :param layout: one of the package's; default: the one that *config* names, if any.
     :param weights: a folder (its ``config.json`` is enough) or Hub id; default: the deployment's, then the spec's.
     :raises SetupError: *config* cannot be read, or *weights* are not there.
     """
     checked = Checked(spec)
     _check_names(checked, registry)
-    deployment, where = read_deployment(checked, config)
+    deployment, where = read_deployment(checked, config, layout)
     if weights is not None:
         check_override(weights)
         deployment = deployment.model_copy(update={"weights": weights})
@@ -298,12 +305,13 @@ def _check_pools(checked: Checked, plan: Plan, deployment: Deployment, registry:
     for rank in range(layout.ranks):
         mine = layout.nodes_of(rank)
         used = [name for name in checked.declared if not users.get(name) or {*users[name]} & {*mine}]
-        _check_rank(checked, mine, used, plan, deployment, registry, where)
+        _check_rank(checked, rank, mine, used, plan, deployment, registry, where)
     checked.faults = [*dict.fromkeys(checked.faults)]  # ranks that are alike have the same
 
 
 def _check_rank(
     checked: Checked,
+    rank: int,
     mine: Sequence[str],
     used: Sequence[str],
     plan: Plan,
@@ -317,7 +325,7 @@ def _check_rank(
     declared = {name: checked.declared[name] for name in used}
     absent = device.type == "cuda" and not torch.cuda.is_available()  # the sizes asked for, then, and no budget
     weights = sum(node.bytes for node in checked.nodes if node.name in mine)
-    processes = machine.ranks_on_device(deployment) if device.type == "cpu" else 1
+    processes = machine.sharers(deployment, device, rank)
     memory = build.memory_plan(
         declared,
         plan,

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mstar.spec.errors import DeploymentError, FaultFound, SetupError
+from mstar.spec.errors import DeploymentError, FaultFound, SetupError, nearest
 from mstar.spec.model import ModelSpec
 from mstar.weights.sources import HUB_ID, expanded
 
@@ -25,6 +25,7 @@ __all__ = [
     "key_paths",
     "named_model",
     "packaged_deployment",
+    "packaged_layout",
     "packaged_name",
     "read_deployment",
     "read_file",
@@ -135,14 +136,34 @@ def packaged_deployment(spec: ModelSpec) -> dict[str, Any]:
     """
     if not isinstance(spec.deployment, str):
         return dict(spec.deployment)
-    package, _, file = spec.deployment.partition(":")
+    return _packaged(spec, "deployment", spec.deployment)
+
+
+def packaged_layout(spec: ModelSpec, name: Any) -> dict[str, Any]:
+    """What layout *name* of *spec*'s package changes in its deployment, as the layer that comes next; nothing for what
+    is no name.
+
+    :raises DeploymentError: the package has none of that name, or its file has faults.
+    :raises FaultFound: its file cannot be read.
+    """
+    if not isinstance(name, str):  # none, or what the merge refuses
+        return {}
+    if name not in spec.layouts:
+        known = nearest(name, spec.layouts) or "; its package has none"
+        raise DeploymentError([("layout", f"{name!r} is no layout of {spec.key!r}{known}")])
+    return _packaged(spec, f"layout {name!r}", spec.layouts[name])
+
+
+def _packaged(spec: ModelSpec, what: str, place: str) -> dict[str, Any]:
+    """The file at *place* (``"package:file.yaml"``)."""
+    package, _, file = place.partition(":")
     try:
         text = importlib.resources.files(package).joinpath(file).read_text(encoding="utf-8")
     except (ImportError, OSError, UnicodeDecodeError) as error:
-        raise FaultFound(f"the deployment of {spec.key!r} ({spec.deployment}) cannot be read: {error}") from error
-    written = read_deployment(text, spec.deployment)
+        raise FaultFound(f"the {what} of {spec.key!r} ({place}) cannot be read: {error}") from error
+    written = read_deployment(text, place)
     if written.faults:
-        places = {path: f"{spec.deployment}:{line}" for path, line in written.lines.items()}
+        places = {path: f"{place}:{line}" for path, line in written.lines.items()}
         raise DeploymentError(written.faults, places)
     return written.values
 

@@ -15,6 +15,7 @@ from mstar.runtime.deployment_files import (
     file_deployment,
     key_paths,
     packaged_deployment,
+    packaged_layout,
     packaged_name,
     read_file,
 )
@@ -77,9 +78,14 @@ def merged_deployment(
     :raises SetupError: the file or a value is not as it must be.
     """
     packaged, written = packaged_deployment(spec), file_deployment(spec, config)
-    places = _places(spec, config, packaged, written, overrides)
-    layers = (packaged, written.values, dict(overrides))
+    layout = overrides.get("layout") or written.values.get("layout")
+    places = _places(config, {packaged_name(spec): packaged}, written, overrides)
     try:
+        placed = packaged_layout(spec, layout)
+        places = _places(
+            config, {packaged_name(spec): packaged, spec.layouts.get(str(layout), ""): placed}, written, overrides
+        )
+        layers = (packaged, placed, written.values, dict(overrides))
         deployment = merge_deployment(spec.key, *layers, knobs=spec.knobs.model_fields)
     except DeploymentError as error:
         raise DeploymentError([*written.faults, *error.faults], places) from None
@@ -137,15 +143,14 @@ def value_faults(
 
 
 def _places(
-    spec: ModelSpec,
     config: str | Path | None,
-    packaged: Mapping[str, Any],
+    packaged: Mapping[str, Mapping[str, Any]],
     written: Written,
     options: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Where each key of the deployment got its value: in the package's own deployment, in the file, or in the options
-    given."""
-    places = dict.fromkeys(key_paths(packaged), packaged_name(spec))
+    """Where each key of the deployment got its value: in the package's own files (file → what it says), in the
+    operator's, or in the options given."""
+    places = {path: name for name, values in packaged.items() for path in key_paths(values)}
     places.update({path: f"{config}:{line}" for path, line in written.lines.items()})
     given = {name: value for name, value in options.items() if value is not None}
     return {**places, **dict.fromkeys(key_paths(given), "options given")}

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from mstar.spec.errors import DeploymentError, nearest
-from mstar.spec.placement import NodePlacement, Placed
+from mstar.spec.errors import DeploymentError, counted, nearest
+from mstar.spec.placement import NodePlacement, Placed, ranks_of
 
 __all__ = ["Deployment", "EngineOptions", "RayOptions", "SchedulerOptions", "merge_deployment"]
 
@@ -177,6 +177,11 @@ class Deployment(_Section):
     weights: str | None = Field(
         None, description="Folder in the published layout, relative to the file's own, or HUB_ID[@REVISION]."
     )
+    layout: str | None = Field(
+        None,
+        description="One of the layouts that ship with the model's package, by name: what it says comes before what "
+        "this file says. `mstar models KEY` lists them.",
+    )
     placement: dict[str, Placed] = Field(
         default_factory=dict,
         description="Node → where it runs: a rank, several (replicas), `{ranks: [0, 1], tp: 2}`, or a place for each "
@@ -185,6 +190,11 @@ class Deployment(_Section):
     )
     replicas: int = Field(
         1, ge=1, le=64, description="Copies of the whole layout, each on ranks of its own; requests go to the idlest."
+    )
+    rank_devices: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        description="Number of the GPU of each rank, those of all copies one after the other; ranks may share one "
+        "(`[0, 0]`). Default: rank N takes cuda:N. On a CPU it says nothing.",
     )
     resources: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Resource → fields of its declaration to change (a pool's size, say)."
@@ -205,6 +215,11 @@ class Deployment(_Section):
     )
     request_timeout_s: float | None = Field(None, gt=0, description="Seconds that a request may take, queue included.")
 
+    def gpu_of(self, rank: int, replica: int = 0) -> int:
+        """The number of the GPU that *rank* of copy *replica* has, where ranks have GPUs."""
+        number = replica * ranks_of(self.placement) + rank
+        return self.rank_devices[number] if self.rank_devices else number
+
     @field_validator("required_plugins")
     @classmethod
     def _are_requirements(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
@@ -214,6 +229,15 @@ class Deployment(_Section):
             except InvalidRequirement:
                 raise ValueError(f"{line!r} is not a requirement such as 'mstar-tts>=0.2'") from None
         return lines
+
+    @field_validator("rank_devices")
+    @classmethod
+    def _is_one_for_each(cls, numbers: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if numbers and "placement" in info.data and "replicas" in info.data:
+            ranks = ranks_of(info.data["placement"]) * info.data["replicas"]
+            if len(numbers) != ranks:
+                raise ValueError(f"{counted(len(numbers), 'number')} for {counted(ranks, 'rank')}; give one for each")
+        return numbers
 
     @field_validator("device")
     @classmethod

@@ -87,6 +87,8 @@ class ModelSpec:
     :param live: what a request may be fed with while it runs.
     :param abilities: OpenAI surfaces (and ``generate``) that the processor can prepare.
     :param deployment: defaults of the deployment file, as a mapping (or ``"package:file.yaml"``).
+    :param layouts: other ways to place the model that ship with the package: name → ``"package:file.yaml"``, what it
+        changes in the deployment. An operator chooses one by name (``mstar serve KEY --layout NAME``).
     :param size: weights' size in bytes as published, for listings.
     :param tiny: ``"module:function"`` that writes a small random checkpoint in the published layout, tokenizer and all,
         into an empty folder: ``function(folder: Path) -> None``, without network. Tests serve it.
@@ -109,6 +111,7 @@ class ModelSpec:
     inputs: tuple[str, ...] = ("text",)
     outputs: tuple[str, ...] = ("text",)
     deployment: Mapping[str, Any] | str = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
     size: int | None = None
     options: type[Knobs] = Knobs
     tiny: str | None = None

@@ -11,7 +11,7 @@ import numpy as np
 from mstar.cluster.base import WorkerConfig
 from mstar.plugins import load_plugins
 from mstar.registry import Registry, load_object
-from mstar.runtime.deployment_files import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment, packaged_layout
 from mstar.settings import Settings
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.graph import CLIENT
@@ -68,7 +68,9 @@ class Driver:
     ):
         self.registry = registry or miniature_registry()
         self.spec = spec = self.registry.model(model if isinstance(model, str) else model.key)
-        deployment = merge_deployment(spec.key, packaged_deployment(spec), overrides)
+        deployment = merge_deployment(
+            spec.key, packaged_deployment(spec), packaged_layout(spec, overrides.get("layout")), overrides
+        )
         folder = None if weights is None else str(weights)
         config = WorkerConfig(key=spec.key, weights=folder, deployment=deployment)
         self.worker = Worker(config, self.registry, meshes=meshes)

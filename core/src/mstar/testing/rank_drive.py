@@ -20,7 +20,7 @@ import msgspec
 from mstar.cluster.base import WorkerConfig
 from mstar.cluster.transport import Codec
 from mstar.registry import Registry
-from mstar.runtime.deployment_files import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment, packaged_layout
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import SetupError
 from mstar.testing.drive import Driver, RestlessError
@@ -73,7 +73,12 @@ class RankDriver(Driver):
     ):
         super().__init__(model, registry, weights, **overrides)
         self._random, self._pause = random.Random(seed), threading.Event()
-        deployment = merge_deployment(self.spec.key, packaged_deployment(self.spec), overrides)
+        deployment = merge_deployment(
+            self.spec.key,
+            packaged_deployment(self.spec),
+            packaged_layout(self.spec, overrides.get("layout")),
+            overrides,
+        )
         folder = None if weights is None else str(weights)
         self._config = WorkerConfig(key=self.spec.key, weights=folder, deployment=deployment)
         if self.worker.ranks is None:

@@ -72,11 +72,41 @@ def layout_faults(
     if name == "ray" and deployment.device is not None and ":" in deployment.device:
         yield "device", f"{deployment.device!r}: Ray chooses the GPU of each rank; use 'cuda'"
         return
+    yield from _device_faults(deployment)
     if ranks == 1:
         return
     if name == "inline":
         yield "executor", f"{name!r} runs one process, and the layout has {ranks} ranks; use 'processes'"
     if deployment.device is not None and ":" in deployment.device:
-        yield "device", f"{deployment.device!r} is one device for {ranks} ranks; use 'cuda': rank N takes cuda:N"
+        yield (
+            "device",
+            f"{deployment.device!r} is one device for {ranks} ranks; use 'cuda': rank N takes cuda:N, unless "
+            "rank_devices say otherwise",
+        )
     if deployment.engine.trace is not None:
         yield "engine.trace", "a timeline shows one rank; leave it out where the layout has several"
+
+
+def _device_faults(deployment: Deployment) -> Iterator[tuple[str, str]]:
+    """What cannot be of the GPUs that *deployment* gives its ranks."""
+    if not deployment.rank_devices:
+        return
+    if deployment.executor == "ray":
+        yield "rank_devices", "Ray chooses the GPU of each rank; leave it out, and set 'ray.gpus: 0.5' for two on one"
+    elif ranks_on_device(deployment) == 1 and deployment.device is not None and ":" in deployment.device:
+        yield "rank_devices", f"the device is {deployment.device!r} already; leave one of them out"
+    for replica in range(deployment.replicas):
+        yield from _mesh_device_faults(deployment, replica)
+
+
+def _mesh_device_faults(deployment: Deployment, replica: int) -> Iterator[tuple[str, str]]:
+    for node, place in deployment.placement.items():
+        for seat in place.seats:
+            first: dict[int, int] = {}
+            for rank in seat.ranks:
+                other = first.setdefault(deployment.gpu_of(rank, replica), rank)
+                if other != rank:
+                    yield (
+                        "rank_devices",
+                        f"ranks {other} and {rank} compute node {node!r} together, so each needs a GPU of its own",
+                    )

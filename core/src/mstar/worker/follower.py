@@ -102,13 +102,15 @@ class Follower:
     def facts(self, place: str | None = None) -> dict[str, Any]:
         """What rank 0 must know of this one. *place*: a folder that both see, or ``tcp://HOST`` of this one, where they
         may meet to exchange tensors."""
-        kind = self._device.type
-        if place is not None and way_between(self.config.deployment.engine.values, kind, kind)[0] != "shm":
+        kind, deployment = self._device.type, self.config.deployment
+        beside = deployment.gpu_of(self.rank, self.config.replica) == deployment.gpu_of(0, self.config.replica)
+        if place is not None and way_between(deployment.engine.values, kind, kind, beside)[0] != "shm":
             self._store, place = lane_store(place, first=True)
             self._local = not place.startswith("tcp://")
         return {
             "capacities": {name: resource.capacity() for name, resource in self.resources.items()},
             "device": kind,
+            "beside_rank_0": beside,
             "place": place,
         }
 

@@ -81,12 +81,12 @@ def agreed_memory(free: Callable[[torch.device], int], device: torch.device, mes
     """Bytes that this rank may plan with: as many as the rank of its meshes that has the fewest, so that all have pools
     of one size, and admit the same requests.
 
-    :param processes: those of the deployment; on CPUs they share what their machine has.
+    :param processes: those of the deployment that have this memory in common.
     """
     several = [mesh for mesh in dict.fromkeys(meshes.values()) if mesh.size > 1]
     for mesh in several:
         mesh.least(0)  # all have loaded what takes memory
-    found = free(device) // (processes if device.type == "cpu" else 1)
+    found = free(device) // processes
     for mesh in several:
         found = mesh.least(found)
     return found

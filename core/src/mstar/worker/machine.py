@@ -29,6 +29,7 @@ __all__ = [
     "ranks_on_device",
     "reserved_bytes",
     "runner_name",
+    "sharers",
     "step_bytes",
     "values_faults",
 ]
@@ -57,12 +58,14 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def rank_device(config: WorkerConfig) -> torch.device:
-    """The device of *config*'s rank: on CUDA, each rank of each copy of the layout has one of its own."""
+    """The device of *config*'s rank: on CUDA, each rank of each copy of the layout has one of its own, unless the
+    deployment says which (``rank_devices``)."""
     deployment = config.deployment
     device = pick_device(deployment.device)
-    if device.type != "cuda" or config.own_device or ranks_on_device(deployment) == 1:
+    alone = ranks_on_device(deployment) == 1 and not deployment.rank_devices
+    if device.type != "cuda" or config.own_device or alone:
         return device
-    number = config.replica * ranks_of(deployment.placement) + config.rank
+    number = deployment.gpu_of(config.rank, config.replica)
     there = torch.cuda.device_count()
     if number >= there:
         raise SetupError(
@@ -81,9 +84,18 @@ def cpu_threads(deployment: Deployment) -> int | None:
 
 def plannable(config: WorkerConfig, device: torch.device, meshes: Meshes) -> int:
     """Bytes that this rank may plan with. Ranks on CPUs share what their machine has, also with those of other nodes
-    and of other copies."""
-    everyone = max([ranks_on_device(config.deployment), *(mesh.size for mesh in meshes.values())])
-    return agreed_memory(free_memory, device, meshes, config.sharing or everyone)
+    and of other copies; on a GPU, those that have the same one."""
+    everyone = sharers(config.deployment, device, config.rank, config.replica)
+    if device.type != "cuda":
+        everyone = config.sharing or max([everyone, *(mesh.size for mesh in meshes.values())])
+    return agreed_memory(free_memory, device, meshes, everyone)
+
+
+def sharers(deployment: Deployment, device: torch.device, rank: int, replica: int = 0) -> int:
+    """How many processes of *deployment* have the memory of *device* in common, which is that of *rank*."""
+    if device.type != "cuda":
+        return ranks_on_device(deployment)
+    return max(1, deployment.rank_devices.count(deployment.gpu_of(rank, replica)))
 
 
 def pick_dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -108,8 +120,10 @@ def reserved_bytes(deployment: Deployment, device: torch.device) -> int:
     """Bytes of *device* that no pool may take, for what is allocated after them. The CPU's share leaves enough."""
     if device.type != "cuda":
         return 0
-    several = ranks_of(deployment.placement) > 1
-    lanes = _LANES_RESERVE if several and way_between(deployment.engine.values, "cuda", "cuda")[0] == "nccl" else 0
+    others = [
+        rank for rank in range(1, ranks_of(deployment.placement)) if deployment.gpu_of(rank) != deployment.gpu_of(0)
+    ]
+    lanes = _LANES_RESERVE if others and way_between(deployment.engine.values, "cuda", "cuda")[0] == "nccl" else 0
     return lanes + (_GRAPHS_RESERVE if runner_name(deployment, device) == "graphs" else _PLAIN_RESERVE)
 
 
@@ -146,7 +160,8 @@ def compile_faults(device: torch.device, deterministic: bool) -> Iterator[tuple[
 def values_faults(deployment: Deployment, device: torch.device) -> Iterator[tuple[str, str]]:
     """Why tensors cannot pass between the ranks of *deployment*, which are on devices like *device*, as it says."""
     asked = deployment.engine.values
-    if asked is not None and ranks_of(deployment.placement) > 1:
-        found, why = way_between(asked, device.type, device.type)
+    if asked is not None and (ranks := ranks_of(deployment.placement)) > 1:
+        shared = any(deployment.gpu_of(rank) == deployment.gpu_of(0) for rank in range(1, ranks))
+        found, why = way_between(asked, device.type, device.type, shared)
         if found != asked:
             yield "engine.values", f"{why}; leave it out"

@@ -79,7 +79,8 @@ class Link:
     def meet(self, rank: int, asked: str | None, facts: Mapping[str, Any]) -> None:
         """Open the channel with *rank*, if that can be. *asked*: ``engine.values``. *facts*: of the other end."""
         self._rank = rank
-        way, why = way_between(asked, self.channel.device.type, facts.get("device", "cpu"))
+        kind = self.channel.device.type
+        way, why = way_between(asked, kind, facts.get("device", "cpu"), facts.get("beside_rank_0", False))
         place = facts.get("place")
         if way == "shm" or place is None:
             self._give_up(why if way == "shm" else "there is no place to meet", expected=way == "shm")

@@ -44,10 +44,12 @@ _LONGEST_S = 60.0
 _TORCH = {"nccl": "cuda", "gloo": "cpu"}
 
 
-def way_between(asked: str | None, here: str, there: str) -> tuple[str, str]:
+def way_between(asked: str | None, here: str, there: str, shared: bool = False) -> tuple[str, str]:
     """How values pass between two ranks on devices of the types *here* and *there*: ``nccl``, ``gloo`` or ``shm``, and
-    why. *asked*: what the deployment says (``engine.values``)."""
+    why. *asked*: what the deployment says (``engine.values``). *shared*: if these are GPUs, they are the same one."""
     wanted = asked or ("nccl" if here == "cuda" else "shm")
+    if wanted == "nccl" and here == there == "cuda" and shared:
+        return "shm", "the ranks share a GPU, and NCCL knows one rank of each"
     if wanted == "shm":
         return "shm", "engine.values says so" if asked else f"the ranks are on {_of(here, there)}"
     if {here, there} != {_TORCH[wanted]}:

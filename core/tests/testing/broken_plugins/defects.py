@@ -151,6 +151,7 @@ def mstar_models() -> Sequence[ModelSpec]:
         _model("bad_graph", "BadGraph"),
         _model("fickle_graph", "FickleGraph"),
         _model("bad_deployment", deployment={"max_concurent_requests": 3}),
+        _model("bad_layout", layouts={"two": "broken_plugins:two.yaml"}),
         _model("bad_resources", deployment={**SOUND.deployment, "resources": {"kvv": {"tokens": 9}}}),  # type: ignore[dict-item]
         _model("wrong_dtype", "WrongDtype"),
         _model("wrong_shape", "WrongShape"),

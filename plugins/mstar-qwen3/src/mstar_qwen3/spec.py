@@ -48,7 +48,15 @@ _LICENCE = Licence("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _SEES = ("text", "image", "video")
 
 
-def _spec(key: str, name: str, revision: str, size: int, summary: str, inputs: tuple[str, ...] = _SEES) -> ModelSpec:
+def _spec(
+    key: str,
+    name: str,
+    revision: str,
+    size: int,
+    summary: str,
+    inputs: tuple[str, ...] = _SEES,
+    layouts: tuple[str, ...] = (),
+) -> ModelSpec:
     return ModelSpec(
         key=key,
         family="qwen3_5",
@@ -62,6 +70,7 @@ def _spec(key: str, name: str, revision: str, size: int, summary: str, inputs: t
         abilities=("chat", "completion", "generate"),
         outputs=("text", "reasoning"),
         deployment=f"mstar_qwen3:deployments/{key}.yaml",
+        layouts={layout: f"mstar_qwen3:deployments/{key}_{layout}.yaml" for layout in layouts},
         size=size,
         tiny="mstar_qwen3.tiny:write",
         examples="mstar_qwen3.examples:example",
@@ -113,5 +122,6 @@ MODELS: tuple[ModelSpec, ...] = (
         55_562_855_904,
         "Qwen3.8 27B: Qwen3.5's architecture with newer weights.",
         ("text", "image"),
+        ("tp4",),
     ),
 )

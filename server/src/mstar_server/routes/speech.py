@@ -50,7 +50,7 @@ async def create_speech(body: SpeechRequest, request: Request) -> Response:
             found = await speaker(body, service.spec, processor, state.media, state.voices, state.tenant(request))
             (task,) = adapter.tasks(body, found)
         tasks = await asyncio.to_thread(_pieces, service.spec, processor, task, body.sentence_chunking)
-        spoken = Spoken(service, tasks, Head.of(service, "speech").id)
+        spoken = Spoken(service, tasks, Head.of(service, "speech").id, state.options.speech_ahead)
     return await _respond(spoken, body.format, how, state.options.keepalive_s)
 
 

@@ -15,13 +15,14 @@ from mstar.graph.values import torch_dtype
 from mstar.nn.model import BuildContext, Model
 from mstar.nn.node import Node, Packed, Sampled, Step
 from mstar.registry import load_object
-from mstar.runtime.deployment_files import packaged_deployment
+from mstar.runtime.deployment_files import packaged_deployment, packaged_layout
 from mstar.spec.check import check_graph
 from mstar.spec.deployment import merge_deployment
 from mstar.spec.errors import GraphError, SetupError, nearest
 from mstar.spec.graph import CLIENT, Entry, Graph, NodeSpec, Port
 from mstar.spec.knobs import read_options
-from mstar.spec.model import LiveInput
+from mstar.spec.model import LiveInput, ModelSpec
+from mstar.spec.placement import placement_faults
 from mstar.testing.conformance.subject import Subject, fail
 
 __all__ = ["GraphChecks"]
@@ -31,12 +32,15 @@ class GraphChecks:
     """The graph is sound, the deployment fits it, and nodes return what their ports say."""
 
     def test_deployment(self, mstar_model: Subject) -> None:
-        """The defaults that ship with the model are a valid deployment file."""
-        try:
-            deployment = merge_deployment(mstar_model.spec.key, packaged_deployment(mstar_model.spec))
-            read_options(mstar_model.spec.options, deployment.model_kwargs)
-        except SetupError as error:
-            fail(f"the default deployment of {mstar_model.spec.key!r} is not valid: {error}")
+        """The defaults that ship with the model are a valid deployment file, and so is each layout on top of them."""
+        spec = mstar_model.spec
+        for layout in (None, *spec.layouts):
+            try:
+                deployment = merge_deployment(spec.key, packaged_deployment(spec), packaged_layout(spec, layout))
+                read_options(spec.options, deployment.model_kwargs)
+            except SetupError as error:
+                what = "default deployment" if layout is None else f"layout {layout!r}"
+                fail(f"the {what} of {spec.key!r} is not valid: {error}")
 
     def test_graph(self, mstar_model: Subject) -> None:
         """The graph has no fault (promise P2), and building it twice gives the same."""
@@ -54,7 +58,7 @@ class GraphChecks:
             check_graph(spec.key, graph, resources)
         except GraphError as error:
             fail(str(error))
-        for fault in _live_faults(spec.live, graph):
+        for fault in (*_live_faults(spec.live, graph), *_layout_faults(spec, graph)):
             fail(f"{spec.key!r}: {fault}")
         if model.graph() != graph or dict(model.resources()) != dict(resources):
             fail(f"{spec.model}: graph() and resources() must return the same each time they are called")
@@ -94,6 +98,17 @@ def _live_faults(live: Sequence[LiveInput], graph: Graph) -> Iterator[str]:
                 f"spec.live: {item.name!r} is {item.modality} of shape {item.shape}, the graph's stream "
                 f"{stream.modality} of shape {stream.port.shape}"
             )
+
+
+def _layout_faults(spec: ModelSpec, graph: Graph) -> Iterator[str]:
+    """What of the package's layouts does not fit the graph."""
+    for layout in spec.layouts:
+        try:
+            deployment = merge_deployment(spec.key, packaged_deployment(spec), packaged_layout(spec, layout))
+        except SetupError:
+            continue  # test_deployment says so
+        for key, fault in placement_faults(deployment.placement, graph):
+            yield f"layout {layout!r}: {key}: {fault}"
 
 
 class _PortWatch(Runner):

@@ -178,6 +178,7 @@ def _spec(
         outputs=("audio",),
         # With prompts of their own, no step that listeners wait for is of a size that was not captured at start.
         deployment={"max_concurrent_requests": 64, "scheduler": {"max_mixed_rows": 12}},
+        layouts={"codec_apart": "mstar_tts.qwen3_tts:deployments/codec_apart.yaml"},
         size=size,
         tiny=f"mstar_tts.qwen3_tts.tiny:write_{key}",
         examples="mstar_tts.qwen3_tts.tiny:draw",
