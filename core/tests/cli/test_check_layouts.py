@@ -74,3 +74,19 @@ def test_how_tensors_pass_between_ranks(mstar: Run, tmp_path: Path) -> None:
     (fault,) = found(several + "engine: {values: nccl}\n")["faults"]
     assert fault["key"] == "engine.values"
     assert fault["message"] == "nccl is for ranks on cuda, and these are on cpu; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("100000000", ("placement.lm.ranks.0", "Input should be less than 1024 (got 100000000)")),
+        ("-1", ("placement.lm.ranks.0", "Input should be greater than or equal to 0 (got -1)")),
+        ("[]", ("placement.lm", "no rank is named; leave the node out, and it runs on rank 0")),
+    ],
+)
+def test_ranks_that_cannot_be_are_one_fault_each_at_once(
+    mstar: Run, tmp_path: Path, place: str, fault: tuple[str, str]
+) -> None:
+    file = deployment(tmp_path, f"device: cpu\nplacement: {{lm: {place}}}\n")
+    faults = facts(mstar, "mini_chat", "--config", file, **MINI)["faults"]
+    assert [(found["key"], found["message"]) for found in faults] == [fault]
