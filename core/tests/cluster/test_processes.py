@@ -141,7 +141,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
         await restarted(driver, old)
         details = [phase.detail for phase in driver.phases if phase.name == "failed"]
         assert "SIGKILL" in details[0]
-        assert details[1] == "the weights are gone for a moment"
+        assert details[1] == "the weights are gone for a moment; it is started again"
 
 
 async def test_a_stopped_worker_counts_as_dead() -> None:
