@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checks import Run, deployment, facts
 
 from mstar.runtime import checking
+from mstar.worker import machine
 
 MINI = {"MSTAR_EXTRA_PLUGINS": "mstar.testing.miniatures"}
 
@@ -74,3 +76,56 @@ def test_how_tensors_pass_between_ranks(mstar: Run, tmp_path: Path) -> None:
     (fault,) = found(several + "engine: {values: nccl}\n")["faults"]
     assert fault["key"] == "engine.values"
     assert fault["message"] == "nccl is for ranks on cuda, and these are on cpu; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        ("100000000", ("placement.lm.ranks.0", "Input should be less than 1024 (got 100000000)")),
+        ("-1", ("placement.lm.ranks.0", "Input should be greater than or equal to 0 (got -1)")),
+        ("[]", ("placement.lm", "no rank is named; leave the node out, and it runs on rank 0")),
+    ],
+)
+def test_ranks_that_cannot_be_are_one_fault_each_at_once(
+    mstar: Run, tmp_path: Path, place: str, fault: tuple[str, str]
+) -> None:
+    file = deployment(tmp_path, f"device: cpu\nplacement: {{lm: {place}}}\n")
+    faults = facts(mstar, "mini_chat", "--config", file, **MINI)["faults"]
+    assert [(found["key"], found["message"]) for found in faults] == [fault]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("device: cuda\nplacement: {lm: [0, 1, 2]}\n", ("placement", "3 ranks × 1 replica need a GPU each")),
+        ("device: cuda\nplacement: {lm: [0, 1]}\nreplicas: 2\n", ("replicas", "2 GPUs; replicas: 1 would do")),
+        ("device: cuda\nreplicas: 3\n", ("replicas", "2 GPUs; replicas: 2 would do")),
+        ("device: cuda:2\n", ("device", "this machine has 2 GPUs, up to cuda:1")),
+        ("device: cuda\nplacement: {lm: [0, 1]}\n", None),
+        ("device: cuda\nplacement: {lm: [0, 1, 2]}\nexecutor: ray\n", None),
+        ("device: cuda\nplacement: {lm: [0, 1, 2]}\nrank_devices: [0, 1, 1]\n", None),
+        ("device: cuda\nrank_devices: [2]\n", ("rank_devices", "cuda:2: this machine has 2 GPUs, up to cuda:1")),
+    ],
+)
+def test_too_few_gpus(
+    mstar: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, fault: tuple[str, str] | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(checking, "free_memory", lambda device: 1 << 33)
+    monkeypatch.setattr(machine, "runner_name", lambda deployment, device: "eager")
+    faults = facts(mstar, "mini_chat", "--config", deployment(tmp_path, text), **MINI)["faults"]
+    told = [(found["key"], found["message"]) for found in faults]
+    found = [(key, message) for key, message in told if key in ("placement", "replicas", "device", "rank_devices")]
+    if fault is None:
+        assert found == []
+    else:
+        assert [key for key, _ in found] == [fault[0]]
+        assert fault[1] in found[0][1]
+
+
+def test_a_gpu_elsewhere_is_a_remark(mstar: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = facts(mstar, "mini_chat", "--config", deployment(tmp_path, "device: cuda:7\n"), **MINI)
+    assert found["ok"]
+    assert "cuda:7 was not looked at: this machine has no GPU that PyTorch sees" in found["remarks"]

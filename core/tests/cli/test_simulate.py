@@ -67,6 +67,15 @@ def test_a_load_that_no_server_could_be_sent_is_refused(
     assert f"{load}:1: {said}" in err
 
 
+def test_the_example_of_a_request_can_be_pasted(mstar: Run, profile: str, tmp_path: Path) -> None:
+    load = tmp_path / "load.jsonl"
+    load.write_text("[0.5, 300, 100]")
+    _, _, err = mstar("simulate", "run", profile, "--load", str(load))
+    load.write_text(err.partition("as in ")[2])
+    status, out, _ = mstar("simulate", "run", profile, "--load", str(load), "--json")
+    assert (status, json.loads(out)["completed"]) == (0, 1)
+
+
 def test_results_of_a_benchmark_become_a_profile(mstar: Run, tmp_path: Path) -> None:
     out_file = tmp_path / "llama.json"
     results = str(ROOT / "benchmarks/results/decode_gpu_llama-3.2-3b.json")
@@ -88,6 +97,7 @@ def test_results_of_a_benchmark_become_a_profile(mstar: Run, tmp_path: Path) -> 
         (("run", "PROFILE", "--rate", "0"), "'0' is not a number of requests a second"),
         (("run", "PROFILE", "--rate", "1e-300"), "from 1e-6 to 1e9"),
         (("run", "PROFILE", "--rate", "1", "--replicas", "1000000000"), "100,000 at most"),
+        (("run", "PROFILE", "--rate", "1", "--requests", "1000000000"), "10,000,000 at most"),
         (("run", "nothing.json", "--rate", "1"), "nothing.json: No such file"),
         (("fit", "nothing.json"), "--out FILE.json"),
         (("fit", "nothing.json", "--out", "f"), "nothing.json: No such file"),

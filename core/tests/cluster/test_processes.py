@@ -141,7 +141,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
         await restarted(driver, old)
         details = [phase.detail for phase in driver.phases if phase.name == "failed"]
         assert "SIGKILL" in details[0]
-        assert details[1] == "the weights are gone for a moment"
+        assert details[1] == "the weights are gone for a moment; it is started again"
 
 
 async def test_a_stopped_worker_counts_as_dead() -> None:
@@ -304,16 +304,18 @@ def test_the_worker_ends_with_its_parent_and_clears_shared_memory(arena_root: Pa
 
 def test_the_folder_of_a_killed_owner_is_swept_and_that_of_a_living_one_is_not(arena_root: Path) -> None:
     living = shm.Arena.create(arena_root)
-    dead = arena_root / "mstar-dead"
+    dead, somebodys = arena_root / "mstar-arena-dead", arena_root / "mstar-weights"
     dead.mkdir()
+    somebodys.mkdir()
     (dead / "o1").write_bytes(b"left behind")
-    young = arena_root / "mstar-young"
-    young.mkdir()
+    young, late = arena_root / "mstar-arena-new-young", arena_root / "mstar-arena-new-late"
+    for path in (young, late):
+        path.mkdir()
     old = time.time() - 3600
-    for path in (living.path, dead):
+    for path in (living.path, late, somebodys):
         os.utime(path, (old, old))
     another = shm.Arena.create(arena_root)
-    assert set(arena_root.iterdir()) == {living.path, young, another.path}
+    assert set(arena_root.iterdir()) == {living.path, young, somebodys, another.path}
     living.remove()
     another.remove()
 

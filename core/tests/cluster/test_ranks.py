@@ -385,6 +385,9 @@ async def test_copies_share_the_requests_and_outlive_each_other(arena_root: Path
         ranks.submit("c", cases["r2"])  # while one copy is away
         await ranks.assert_right("c", cases["r2"])
         await ranks.until(lambda: dying.executor.phase.name == "ready")
+        details = {phase.detail for phase in ranks.phases if phase.detail.startswith("1 of 2")}
+        assert any(detail.endswith("(out of memory?); it is started again") for detail in details), details
+        assert "1 of 2 copies serve; starting" in details
         ranks.submit("d", cases["r3"])
         await ranks.assert_right("d", cases["r3"])
     assert list(arena_root.iterdir()) == []
@@ -400,6 +403,19 @@ async def test_a_session_goes_on_in_its_copy() -> None:
             assert isinstance(await ranks.end(name), Done)
         status = await ranks.executor.status()
         assert sorted(copy["sessions"] for copy in status["copies"]) == [0, 1]
+
+
+async def test_moves_of_all_copies_are_counted() -> None:
+    async with running("mini_chat", placement={"lm": {"prefill": 1, "decode": 0}}, replicas=2) as ranks:
+        example = ranks.mini.example(random.Random(4))
+        for name in ("one", "two"):
+            ranks.submit(name, example)
+        for name in ("one", "two"):
+            await ranks.assert_right(name, example)
+        status = await ranks.executor.status()
+        assert [copy["moves"]["done"] for copy in status["copies"]] == [1, 1]
+        assert status["moves"]["done"] == 2
+        assert status["moves"]["stages"]["gather"] == sum(c["moves"]["stages"]["gather"] for c in status["copies"])
 
 
 async def test_copies_of_several_ranks(arena_root: Path) -> None:

@@ -53,7 +53,7 @@ def _arguments(parser: Parser) -> None:
     )
     parser.add_argument("--load", type=Path, metavar="FILE", help="run: requests, a JSON object a line")
     parser.add_argument("--rate", type=_rate, metavar="PER_S", help="run, without a file: requests that come a second")
-    parser.add_argument("--requests", type=positive, default=1000, metavar="N", help="run: how many (default: 1000)")
+    parser.add_argument("--requests", type=_requests, default=1000, metavar="N", help="run: how many (default: 1000)")
     parser.add_argument("--prompt", type=positive, default=512, metavar="TOKENS", help="run: default: 512")
     parser.add_argument("--output", type=positive, default=128, metavar="TOKENS", help="run: default: 128")
     parser.add_argument(
@@ -322,6 +322,17 @@ def _replicas(value: str) -> int:
     number = positive(value)
     if number > _MOST_REPLICAS:
         raise argparse.ArgumentTypeError(f"{number:,} replicas are too many: {_MOST_REPLICAS:,} at most")
+    return number
+
+
+_MOST_REQUESTS = 10_000_000
+"""All are drawn before the first is played: so many take over a gigabyte."""
+
+
+def _requests(value: str) -> int:
+    number = positive(value)
+    if number > _MOST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"{number:,} requests are too many: {_MOST_REQUESTS:,} at most")
     return number
 
 

@@ -28,11 +28,16 @@ from mstar.cluster.transport import Command, Report, WorkerFailed
 from mstar.spec.errors import FaultFound, SetupError
 from mstar.spec.request import Done, Event
 
-__all__ = ["LONGEST_DELAY_S", "STABLE_S", "ProcessesExecutor"]
+__all__ = ["LONGEST_DELAY_S", "STABLE_S", "ProcessesExecutor", "down"]
 
 STABLE_S = 60.0  # a worker that ran for so long did not die of its start
 LONGEST_DELAY_S = 30.0
 _log = logging.getLogger(__name__)
+
+
+def down(cause: str) -> Phase:
+    """The phase of a worker that has ended, or did not come up, until the next start."""
+    return Phase(name="failed", detail=f"{cause}; it is started again")
 
 
 class ProcessesExecutor(SingleWorkerExecutor):
@@ -163,7 +168,7 @@ class ProcessesExecutor(SingleWorkerExecutor):
             cause = self._last_words or f"{self.config.name} died: {cause}"
             _log.error("%s; it is restarted", cause)
             self._child = None
-            self._lose_worker(Phase(name="failed", detail=cause), cause, "worker_died")
+            self._lose_worker(down(cause), cause, "worker_died")
             await child.stop(0.0)
             self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
             await self._restart()
@@ -176,7 +181,7 @@ class ProcessesExecutor(SingleWorkerExecutor):
             except SetupError as error:
                 self._failures += 1
                 _log.error("%s could not be restarted: %s", self._restarted, error)
-                self._set_phase(Phase(name="failed", detail=str(error)))
+                self._set_phase(down(str(error)))
 
     async def _wait_dead(self, child: Attached) -> str:
         """Returns why *child* is dead, once it is. A child that hangs is killed."""

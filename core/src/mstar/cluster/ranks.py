@@ -25,7 +25,7 @@ import msgspec
 
 from mstar.cluster.base import Phase, WorkerConfig
 from mstar.cluster.connection import Attached
-from mstar.cluster.processes import LONGEST_DELAY_S, STABLE_S, ProcessesExecutor
+from mstar.cluster.processes import LONGEST_DELAY_S, STABLE_S, ProcessesExecutor, down
 from mstar.cluster.shm import Arena
 from mstar.cluster.transport import (
     AskStatus,
@@ -330,7 +330,7 @@ class RanksExecutor(ProcessesExecutor):
 
     async def _lose_all(self, dead: _Rank, cause: str) -> None:
         self._child = None
-        self._lose_worker(Phase(name="failed", detail=cause), cause, "worker_died")
+        self._lose_worker(down(cause), cause, "worker_died")
         await self._stop_ranks(0.0)
         self._failures = 1 if time.monotonic() - dead.began > STABLE_S else self._failures + 1
 
@@ -347,7 +347,7 @@ class RanksExecutor(ProcessesExecutor):
         """The phase while *gang* is not there."""
         if self._spared(gang):
             return Phase(name="ready", detail=f"{cause}; other ranks serve in its place")
-        return Phase(name="failed", detail=cause)
+        return down(cause)
 
     def _spared(self, gang: tuple[int, ...]) -> bool:
         """Whether every node that *gang* runs is on other ranks, too, so that requests can still be taken."""

@@ -129,7 +129,7 @@ class ReplicasExecutor(Executor):
         phases = [copy.executor.phase for copy in self._copies]
         ready = sum(phase.name == "ready" for phase in phases)
         if ready and self._started:
-            missing = next((phase.detail for phase in phases if phase.name != "ready"), "")
+            missing = next((phase.detail or phase.name for phase in phases if phase.name != "ready"), "")
             detail = f"{ready} of {len(phases)} copies serve; {missing}" if ready < len(phases) else ""
             self._set_phase(Phase(name="ready", detail=detail))
         elif self.phase.name != "stopped" and ready < len(phases):
@@ -154,7 +154,7 @@ def joined_status(copies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for copy in told[1:]:
         for key in ("running", "waiting", "sessions", "steps"):
             joined[key] += copy[key]
-        for key in ("resources", "checkpoints", "prefix", "media", "memory", "observer_failures"):
+        for key in ("resources", "checkpoints", "prefix", "media", "memory", "moves", "observer_failures"):
             joined[key] = _sum(joined[key], copy[key])
         joined["entries"] = _sum_entries(joined["entries"], copy["entries"])
         joined["began"] = min(joined["began"], copy["began"])

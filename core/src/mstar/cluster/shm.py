@@ -2,7 +2,8 @@
 
 Ownership: the sender creates a file and names it in its message; the receiver maps it and unlinks it at once, so that
 the memory is freed with the last view of it. What a dead peer left behind goes with the folder. The folder's owner
-holds a lock on it for as long as it lives, so that a later process recognises the folder of one that was killed.
+holds a lock on it for as long as it lives, so that a later process recognises the folder of one that was killed: it has
+its name only once it is locked.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 
 __all__ = ["Arena"]
 
-_PREFIX = "mstar-"
+_PREFIX, _UNLOCKED = "mstar-arena-", "mstar-arena-new-"  # in the temporary folder others may begin with mstar-
 _ROOT = Path("/dev/shm")
-_YOUNG_S = 60.0  # a folder this new may not be locked yet
+_YOUNG_S = 60.0  # how long a folder may be without its lock after it was made
 
 
 class Arena:
@@ -45,10 +46,10 @@ class Arena:
         root = root or (_ROOT if os.access(_ROOT, os.W_OK) else Path(tempfile.gettempdir()))
         for path in _abandoned(root):
             shutil.rmtree(path, ignore_errors=True)  # another process may be sweeping it too
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-        lock = os.open(path, os.O_RDONLY)
+        new = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))
+        lock = os.open(new, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return cls(path, lock)
+        return cls(new.rename(root / new.name.replace(_UNLOCKED, _PREFIX, 1)), lock)
 
     def write(self, data: memoryview) -> str | None:
         """Store *data* (bytes, contiguous) and return its name, or ``None`` when shared memory is full."""
@@ -100,7 +101,8 @@ def _abandoned(root: Path) -> Iterator[Path]:
     for path in root.glob(_PREFIX + "*"):
         try:
             info = path.lstat()
-            if info.st_uid != os.getuid() or time.time() - info.st_mtime < _YOUNG_S:
+            young = path.name.startswith(_UNLOCKED) and time.time() - info.st_mtime < _YOUNG_S
+            if info.st_uid != os.getuid() or young:
                 continue
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

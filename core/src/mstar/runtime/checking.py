@@ -126,6 +126,8 @@ def check_model(
     with checked.stage(where.file_of("device"), "device"):
         checked.device = _device(deployment.device)
     if checked.device is not None:
+        if checked.device.type == "cuda" and not torch.cuda.is_available():
+            checked.remarks.append(f"{checked.device} was not looked at: this machine has no GPU that PyTorch sees")
         checked.dtype = machine.pick_dtype(deployment.dtype, checked.device)
         _check_model(checked, deployment, registry, where)
     checked.faults = [
@@ -248,6 +250,7 @@ def _check_model(checked: Checked, deployment: Deployment, registry: Registry, w
         faults += layout_faults(deployment, graph, declared, lambda spec: registry.resource(spec.kind))
         if checked.device is not None:
             faults += machine.values_faults(deployment, checked.device)
+            faults += machine.gpu_faults(deployment, checked.device)
         checked.faults += [Fault(where.file_of(key), key, message) for key, message in faults]
         seats = {name: place.seats[0] for name, place in deployment.placement.items()}
         meshes = {name: Mesh.sketch(seat.tp, seat.sp) for name, seat in seats.items()}

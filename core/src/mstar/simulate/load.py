@@ -87,13 +87,16 @@ _LATEST_S = 1e10
 _DEFAULTS = {"limit": None, "tenant": "", "priority": 0, "before": ()}
 
 
+_EXAMPLE = '{"at": 0.5, "prompt": 300, "output": 100}'
+
+
 def _asked(line: str, where: str) -> Asked:
     try:
         found = json.loads(line)
     except ValueError as error:
         raise SetupError(f"{where}: {error}") from None
     if not isinstance(found, dict):
-        raise SetupError(f"{where}: an object is expected, as in {{'at': 0.5, 'prompt': 300, 'output': 100}}")
+        raise SetupError(f"{where}: an object is expected, as in {_EXAMPLE}")
     for name in found:
         if name not in Asked.__slots__:
             raise SetupError(f"{where}: a request has no {name!r}{nearest(name, Asked.__slots__)}")

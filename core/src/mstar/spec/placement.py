@@ -21,6 +21,7 @@ from mstar.spec.graph import Call, Graph, Loop, Par, Seq, Walk
 
 __all__ = [
     "DECODE",
+    "MOST_RANKS",
     "PREFILL",
     "Layout",
     "NodePlacement",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 PREFILL, DECODE = "prefill", "decode"
+MOST_RANKS = 1024
+"""Of one copy. Each is a process, and what is checked is checked for each."""
 
 
 class NodePlacement(BaseModel):
@@ -48,8 +51,8 @@ class NodePlacement(BaseModel):
         description="Instead of all else: a place for each walk, or for `prefill` (what is in no loop) and `decode`, "
         "in the order in which a request comes to them. Its state moves along.",
     )
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (0,), min_length=1, description="The processes that run it, tensor-parallel neighbours side by side."
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] = Field(
+        (0,), description="The processes that run it, tensor-parallel neighbours side by side."
     )
     tp: int = Field(1, ge=1, description="Ranks that share each layer's weights (tensor parallelism).")
     sp: int = Field(1, ge=1, description="Ranks that share a sequence (sequence parallelism).")
@@ -66,6 +69,8 @@ class NodePlacement(BaseModel):
             self._parts_add_up()
             return self
         ranks, mesh = self.ranks, self.tp * self.sp
+        if not ranks:
+            raise ValueError("no rank is named; leave the node out, and it runs on rank 0")
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks {list(ranks)} name a rank twice")
         if len(ranks) % mesh:

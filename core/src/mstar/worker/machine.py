@@ -22,6 +22,7 @@ __all__ = [
     "compile_faults",
     "compiles",
     "cpu_threads",
+    "gpu_faults",
     "pick_device",
     "pick_dtype",
     "plannable",
@@ -48,13 +49,16 @@ _LANES_RESERVE = 1 << 29
 def pick_device(name: str | None) -> torch.device:
     """The device that *name* says, by default a GPU if there is one.
 
-    :raises SetupError: a GPU is asked for and there is none.
+    :raises SetupError: a GPU is asked for that is not there.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise SetupError(f"--device {name}: this PyTorch ({torch.__version__}) sees no CUDA device; use --device cpu")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is not None and device.index >= (there := torch.cuda.device_count()):
+        raise SetupError(f"--device {name}: this machine has {counted(there, 'GPU')}, up to cuda:{there - 1}")
+    return device
 
 
 def rank_device(config: WorkerConfig) -> torch.device:
@@ -74,6 +78,23 @@ def rank_device(config: WorkerConfig) -> torch.device:
             f"{deployment.replicas} replicas"
         )
     return torch.device("cuda", number)
+
+
+def gpu_faults(deployment: Deployment, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Whether the GPUs that the ranks of *deployment* take are on this machine. Nothing where it has none: then it is
+    not the machine that serves."""
+    ranks, everyone = ranks_of(deployment.placement), ranks_on_device(deployment)
+    if device.type != "cuda" or deployment.executor == "ray" or not torch.cuda.is_available():
+        return
+    there = torch.cuda.device_count()
+    if deployment.rank_devices:
+        if (last := max(deployment.rank_devices)) >= there:
+            yield "rank_devices", f"cuda:{last}: this machine has {counted(there, 'GPU')}, up to cuda:{there - 1}"
+    elif everyone > max(there, 1):
+        key, would = ("replicas", there // ranks) if ranks <= there else ("placement", 0)
+        nearest_right = f"; replicas: {would} would do" if would else "; ranks may share one (rank_devices)"
+        layout = f"{counted(ranks, 'rank')} × {counted(deployment.replicas, 'replica')}"
+        yield key, f"{layout} need a GPU each, and this machine has {counted(there, 'GPU')}{nearest_right}"
 
 
 def cpu_threads(deployment: Deployment) -> int | None:
