@@ -1,7 +1,7 @@
 """Pictures as OpenAI's clients expect them: whole, or as events of a stream with looks at them in between.
 
-A picture's file takes milliseconds to seconds. Each is made in a thread from when the picture is there, beside
-the others' and while the worker goes on; so is the text of an answer.
+A picture's file takes milliseconds to seconds. Each is made in a thread, and its text with it, from when the picture is
+there, beside the others' and while the worker goes on; so is the text of an answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
 from mstar_server.errors import request_cancelled
-from mstar_server.media.encode.images import encode_image
+from mstar_server.media.encode.images import base64_json, encode_image
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
@@ -39,16 +39,16 @@ class _Form:
         quality = body.output_compression
         return cls(body.output_format or "png", 100 if quality is None else quality)
 
-    def encode(self, pixels: Any) -> bytes:
-        """The file. In JSON msgspec writes bytes as base64, straight into the answer."""
-        return encode_image(pixels, self.format, self.quality)
+    def encode(self, pixels: Any) -> msgspec.Raw:
+        """The file as JSON holds it."""
+        return base64_json(encode_image(pixels, self.format, self.quality))
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A picture of an answer: its file, and its size as ``WIDTHxHEIGHT``."""
+    """A picture of an answer: its file as JSON holds it, and its size as ``WIDTHxHEIGHT``."""
 
-    data: bytes
+    data: msgspec.Raw
     size: str
 
 
