@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from chat_servers import Contestant, RunningServer, ServerError
@@ -26,7 +25,7 @@ from PIL import Image
 from image.engine import PLUGINS, PROMPT, deployment, rates
 from image.shapes import Shape
 from image.steady import seconds
-from mstar_server.media.encode.images import base64_json, encode_image
+from mstar_server.media.encode.images import base64_parts, image_parts
 
 __all__ = ["Clients", "encoding_seconds", "http"]
 
@@ -77,8 +76,7 @@ def encoding_seconds(answer: bytes, rounds: int) -> float:
     as the server's do: a file, as text."""
     file = base64.b64decode(json.loads(answer)["data"][0]["b64_json"])
     pixels = np.asarray(Image.open(io.BytesIO(file)))
-    encode = msgspec.json.Encoder().encode
-    return seconds(lambda: encode({"b64_json": base64_json(encode_image(pixels, "png"))}), torch.device("cpu"), rounds)
+    return seconds(lambda: base64_parts(image_parts(pixels, "png")), torch.device("cpu"), rounds)
 
 
 def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:

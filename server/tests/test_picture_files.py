@@ -29,14 +29,14 @@ def shade(data):
 @pytest.fixture
 def together(monkeypatch):
     """A PNG file is done when the others have begun; where and which, in order."""
-    barrier, plain, began = threading.Barrier(COUNT), images.encode_png, []
+    barrier, plain, began = threading.Barrier(COUNT), images.png_parts, []
 
     def encode(pixels):
         began.append((threading.current_thread(), int(pixels[0, 0, 0])))
         barrier.wait(20)
         return plain(pixels)
 
-    monkeypatch.setattr(images, "encode_png", encode)
+    monkeypatch.setattr(images, "png_parts", encode)
     return began
 
 
@@ -59,14 +59,14 @@ async def test_files_of_several_pictures_are_made_side_by_side(kit, together, st
 
 async def test_a_file_is_made_while_other_pictures_are_not_there_yet(kit, monkeypatch):
     """The last picture comes when the file of the first is done."""
-    loop, plain, done = asyncio.get_running_loop(), images.encode_png, asyncio.Event()
+    loop, plain, done = asyncio.get_running_loop(), images.png_parts, asyncio.Event()
 
     def encode(pixels):
         file = plain(pixels)
         loop.call_soon_threadsafe(done.set)
         return file
 
-    monkeypatch.setattr(images, "encode_png", encode)
+    monkeypatch.setattr(images, "png_parts", encode)
     tiny = kit.Service(lambda number: [done, painted(1)] if number else [painted(0)], abilities=("image",))
     async with kit.client(tiny) as client, asyncio.timeout(20):
         answer = await client.post("/v1/images/generations", json={"model": "tiny", "prompt": "hi", "n": 2})
@@ -75,13 +75,13 @@ async def test_a_file_is_made_while_other_pictures_are_not_there_yet(kit, monkey
 
 async def test_the_server_answers_others_while_files_are_made(kit, monkeypatch):
     """On all routes that have pictures."""
-    going_on, plain = threading.Event(), images.encode_png
+    going_on, plain = threading.Event(), images.png_parts
 
     def encode(pixels):
         assert going_on.wait(20), "nobody else was answered"
         return plain(pixels)
 
-    monkeypatch.setattr(images, "encode_png", encode)
+    monkeypatch.setattr(images, "png_parts", encode)
     tiny = kit.Service([painted(2)], abilities=("image", "generate"))
     async with kit.client(tiny) as client, asyncio.timeout(30):
         asking = [

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from mstar_server.media.encode import png
-from mstar_server.media.encode.images import base64_json, base64_text
+from mstar_server.media.encode.images import base64_parts, base64_text
 from mstar_server.media.encode.parallel import Helpers
 
 WAIT_S = 20
@@ -118,9 +116,9 @@ def test_many_files_at_once_are_each_right(monkeypatch):
     assert threading.active_count() <= before + 2
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 1000])
-def test_base64_is_what_json_holds(size):
-    data = np.random.default_rng(size).bytes(size)
-    text = base64.b64encode(data).decode()
-    assert base64_text(data) == text
-    assert json.loads(msgspec.json.encode({"b64_json": base64_json(data)})) == {"b64_json": text}
+@pytest.mark.parametrize("sizes", [[], [0], [1], [1, 1, 1], [2, 5, 0, 1000, 3]])
+def test_base64_in_parts_is_that_of_the_whole(sizes):
+    parts = [np.random.default_rng(size).bytes(size) for size in sizes]
+    text = base64.b64encode(b"".join(parts))
+    assert base64_text(b"".join(parts)) == text.decode()
+    assert b"".join(base64_parts(parts)) == text

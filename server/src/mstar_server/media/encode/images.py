@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import pybase64
 from PIL import Image as Pillow
 
-from mstar_server.media.encode.png import encode_png
+from mstar_server.media.encode.png import png_parts
 
-__all__ = ["IMAGE_TYPES", "base64_json", "base64_text", "encode_image", "png"]
+__all__ = ["IMAGE_TYPES", "base64_parts", "base64_text", "encode_image", "image_parts", "png"]
 
 IMAGE_TYPES: Mapping[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 """Format → its media type."""
@@ -24,8 +23,15 @@ def encode_image(pixels: Any, name: str, quality: int = 90) -> bytes:
 
     :param name: a key of :data:`IMAGE_TYPES`. :param quality: 0…100, of WebP and JPEG; 100 makes WebP lossless.
     """
-    if name == "png":
-        return png(pixels)
+    return b"".join(image_parts(pixels, name, quality))
+
+
+def image_parts(pixels: Any, name: str, quality: int = 90) -> list[bytes]:
+    """:func:`encode_image`, in the parts that it is made in."""
+    return png_parts(pixels) if name == "png" else [_by_pillow(pixels, name, quality)]
+
+
+def _by_pillow(pixels: Any, name: str, quality: int) -> bytes:
     image, out = Pillow.fromarray(np.ascontiguousarray(pixels)), io.BytesIO()
     if name == "webp":
         image.save(out, "WEBP", quality=quality, lossless=quality == 100)
@@ -40,13 +46,19 @@ def encode_image(pixels: Any, name: str, quality: int = 90) -> bytes:
 
 def png(pixels: Any) -> bytes:
     """uint8 ``[H, W, 3]`` → a PNG file."""
-    return encode_png(pixels)
+    return b"".join(png_parts(pixels))
 
 
 def base64_text(data: bytes) -> str:
     return pybase64.b64encode_as_string(data)
 
 
-def base64_json(data: bytes) -> msgspec.Raw:
-    """*data* as base64, as it stands in JSON: an encoder copies it and looks for nothing to escape."""
-    return msgspec.Raw(b'"%b"' % pybase64.b64encode(data))
+def base64_parts(parts: Iterable[bytes]) -> list[bytes]:
+    """The base64 of all *parts* as one, in parts of about their sizes."""
+    texts, rest = [], b""
+    for part in parts:
+        data = rest + part
+        whole = len(data) // 3 * 3
+        texts.append(pybase64.b64encode(memoryview(data)[:whole]))
+        rest = data[whole:]
+    return [*texts, pybase64.b64encode(rest)]

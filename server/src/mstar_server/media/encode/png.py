@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mstar_server.media.encode.parallel import HELPERS
 
-__all__ = ["encode_png"]
+__all__ = ["encode_png", "png_parts"]
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOURS = {1: 0, 3: 2, 4: 6}
@@ -53,8 +53,15 @@ class _Band(NamedTuple):
 
 
 def encode_png(pixels: Any) -> bytes:
-    """*pixels*: uint8 ``[H, W, 3]``, ``[H, W, 4]`` with transparency, or grey ``[H, W]``. Idle threads help.
+    """:func:`png_parts` as one."""
+    return b"".join(png_parts(pixels))
 
+
+def png_parts(pixels: Any) -> list[bytes]:
+    """A file in parts of at most some 256 KB: who sends them one by one never needs memory for all of it in one place,
+    which would have to be made anew for each picture. Idle threads help.
+
+    :param pixels: uint8 ``[H, W, 3]``, ``[H, W, 4]`` with transparency, or grey ``[H, W]``.
     :raises ValueError: they are something else, or there are none.
     """
     picture = np.ascontiguousarray(pixels)
@@ -69,7 +76,7 @@ def encode_png(pixels: Any) -> bytes:
     bands = HELPERS.map(lambda: _encoder(rows, channels, each), range(0, height, each))
     end = _STREAM_ENDS + struct.pack(">I", _joined(bands))
     data = [part for band in bands for part in band.chunk]
-    return b"".join((_SIGNATURE, *_chunk(b"IHDR", [head]), *data, *_chunk(b"IDAT", [end]), *_chunk(b"IEND", [])))
+    return [_SIGNATURE, *_chunk(b"IHDR", [head]), *data, *_chunk(b"IDAT", [end]), *_chunk(b"IEND", [])]
 
 
 def _encoder(rows: NDArray[np.uint8], channels: int, each: int) -> Callable[[int], _Band]:
