@@ -25,7 +25,7 @@ from PIL import Image
 from image.engine import PLUGINS, PROMPT, deployment, rates
 from image.shapes import Shape
 from image.steady import seconds
-from mstar_server.media.encode.images import base64_parts, image_parts
+from mstar_server.media.encode.images import image_text
 
 __all__ = ["Clients", "encoding_seconds", "http"]
 
@@ -76,7 +76,7 @@ def encoding_seconds(answer: bytes, rounds: int) -> float:
     as the server's do: a file, as text."""
     file = base64.b64decode(json.loads(answer)["data"][0]["b64_json"])
     pixels = np.asarray(Image.open(io.BytesIO(file)))
-    return seconds(lambda: base64_parts(image_parts(pixels, "png")), torch.device("cpu"), rounds)
+    return seconds(lambda: image_text(pixels, "png"), torch.device("cpu"), rounds)
 
 
 def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:

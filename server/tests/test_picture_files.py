@@ -31,10 +31,10 @@ def together(monkeypatch):
     """A PNG file is done when the others have begun; where and which, in order."""
     barrier, plain, began = threading.Barrier(COUNT), images.png_parts, []
 
-    def encode(pixels):
+    def encode(pixels, *form):
         began.append((threading.current_thread(), int(pixels[0, 0, 0])))
         barrier.wait(20)
-        return plain(pixels)
+        return plain(pixels, *form)
 
     monkeypatch.setattr(images, "png_parts", encode)
     return began
@@ -61,8 +61,8 @@ async def test_a_file_is_made_while_other_pictures_are_not_there_yet(kit, monkey
     """The last picture comes when the file of the first is done."""
     loop, plain, done = asyncio.get_running_loop(), images.png_parts, asyncio.Event()
 
-    def encode(pixels):
-        file = plain(pixels)
+    def encode(pixels, *form):
+        file = plain(pixels, *form)
         loop.call_soon_threadsafe(done.set)
         return file
 
@@ -77,9 +77,9 @@ async def test_the_server_answers_others_while_files_are_made(kit, monkeypatch):
     """On all routes that have pictures."""
     going_on, plain = threading.Event(), images.png_parts
 
-    def encode(pixels):
+    def encode(pixels, *form):
         assert going_on.wait(20), "nobody else was answered"
-        return plain(pixels)
+        return plain(pixels, *form)
 
     monkeypatch.setattr(images, "png_parts", encode)
     tiny = kit.Service([painted(2)], abilities=("image", "generate"))

@@ -18,7 +18,7 @@ import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
 from mstar_server.errors import request_cancelled
-from mstar_server.media.encode.images import base64_parts, image_parts
+from mstar_server.media.encode.images import image_text
 from mstar_server.openai.image_request import ImageRequest
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
@@ -42,7 +42,7 @@ class _Form:
 
     def encode(self, pixels: Any) -> list[bytes]:
         """The file as base64, in parts."""
-        return base64_parts(image_parts(pixels, self.format, self.quality))
+        return image_text(pixels, self.format, self.quality)
 
 
 @dataclass(frozen=True)

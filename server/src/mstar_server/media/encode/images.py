@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from mstar_server.media.encode.png import png_parts
 
-__all__ = ["IMAGE_TYPES", "base64_parts", "base64_text", "encode_image", "image_parts", "png"]
+__all__ = ["IMAGE_TYPES", "base64_text", "encode_image", "image_text", "png"]
 
 IMAGE_TYPES: Mapping[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 """Format → its media type."""
@@ -23,12 +23,14 @@ def encode_image(pixels: Any, name: str, quality: int = 90) -> bytes:
 
     :param name: a key of :data:`IMAGE_TYPES`. :param quality: 0…100, of WebP and JPEG; 100 makes WebP lossless.
     """
-    return b"".join(image_parts(pixels, name, quality))
+    return png(pixels) if name == "png" else _by_pillow(pixels, name, quality)
 
 
-def image_parts(pixels: Any, name: str, quality: int = 90) -> list[bytes]:
-    """:func:`encode_image`, in the parts that it is made in."""
-    return png_parts(pixels) if name == "png" else [_by_pillow(pixels, name, quality)]
+def image_text(pixels: Any, name: str, quality: int = 90) -> list[bytes]:
+    """:func:`encode_image` as base64, in the parts that it is made in."""
+    if name == "png":
+        return png_parts(pixels, pybase64.b64encode)
+    return [pybase64.b64encode(_by_pillow(pixels, name, quality))]
 
 
 def _by_pillow(pixels: Any, name: str, quality: int) -> bytes:
@@ -51,14 +53,3 @@ def png(pixels: Any) -> bytes:
 
 def base64_text(data: bytes) -> str:
     return pybase64.b64encode_as_string(data)
-
-
-def base64_parts(parts: Iterable[bytes]) -> list[bytes]:
-    """The base64 of all *parts* as one, in parts of about their sizes."""
-    texts, rest = [], b""
-    for part in parts:
-        data = rest + part
-        whole = len(data) // 3 * 3
-        texts.append(pybase64.b64encode(memoryview(data)[:whole]))
-        rest = data[whole:]
-    return [*texts, pybase64.b64encode(rest)]

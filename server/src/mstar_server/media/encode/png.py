@@ -41,13 +41,15 @@ megabytes that a thread gives back has to be made anew for the next picture, whi
 _STREAM_BEGINS = b"\x78\x01"
 _STREAM_ENDS = b"\x03\x00"
 """An empty block that says it is the last."""
+_NOTHING = b"\x00\x00\x00\xff\xff"
+"""An empty block that is not the last."""
 _ADLER = 65521
 
 
 class _Band(NamedTuple):
-    """A part of the file; of what is compressed in it the sum and the number of bytes."""
+    """A part of the file, formed; of what is compressed in it the sum and the number of bytes."""
 
-    chunk: list[bytes]
+    part: bytes
     adler: int
     length: int
 
@@ -57,10 +59,12 @@ def encode_png(pixels: Any) -> bytes:
     return b"".join(png_parts(pixels))
 
 
-def png_parts(pixels: Any) -> list[bytes]:
+def png_parts(pixels: Any, form: Callable[[bytes], bytes] = bytes) -> list[bytes]:
     """A file in parts of at most some 256 KB: who sends them one by one never needs memory for all of it in one place,
     which would have to be made anew for each picture. Idle threads help.
 
+    :param form: what becomes of each part, in the thread that makes it. All but the last have a multiple of three
+        bytes, so base64 of each is base64 of the file.
     :param pixels: uint8 ``[H, W, 3]``, ``[H, W, 4]`` with transparency, or grey ``[H, W]``.
     :raises ValueError: they are something else, or there are none.
     """
@@ -73,13 +77,15 @@ def png_parts(pixels: Any) -> list[bytes]:
     rows = picture.reshape(height, -1)
     count = -(-height // max(1, _BAND // rows.shape[1]))
     each = -(-height // count)
-    bands = HELPERS.map(lambda: _encoder(rows, channels, each), range(0, height, each))
+    bands = HELPERS.map(lambda: _encoder(rows, channels, each, form), range(0, height, each))
     end = _STREAM_ENDS + struct.pack(">I", _joined(bands))
-    data = [part for band in bands for part in band.chunk]
-    return [_SIGNATURE, *_chunk(b"IHDR", [head]), *data, *_chunk(b"IDAT", [end]), *_chunk(b"IEND", [])]
+    first, last = [_SIGNATURE, *_chunk(b"IHDR", [head])], [*_chunk(b"IDAT", [end]), *_chunk(b"IEND", [])]
+    return [form(b"".join(first)), *(band.part for band in bands), form(b"".join(last))]
 
 
-def _encoder(rows: NDArray[np.uint8], channels: int, each: int) -> Callable[[int], _Band]:
+def _encoder(
+    rows: NDArray[np.uint8], channels: int, each: int, form: Callable[[bytes], bytes]
+) -> Callable[[int], _Band]:
     """Makes the band of *each* rows that begins at the one it is given; one band at a time."""
     scratch = np.empty((each, rows.shape[1] + 1), np.uint8), np.empty((each, rows.shape[1] - channels), np.uint8)
 
@@ -87,8 +93,10 @@ def _encoder(rows: NDArray[np.uint8], channels: int, each: int) -> Callable[[int
         filtered = _filtered(rows, channels, begin, *scratch)
         deflate = isal_zlib.compressobj(_LEVEL, isal_zlib.DEFLATED, -isal_zlib.MAX_WBITS)
         data = [deflate.compress(filtered), deflate.flush(isal_zlib.Z_SYNC_FLUSH)]
-        chunk = _chunk(b"IDAT", data if begin else [_STREAM_BEGINS, *data])
-        return _Band(chunk, isal_zlib.adler32(filtered), filtered.size)
+        if not begin:
+            data.insert(0, _STREAM_BEGINS)
+        data += [_NOTHING] * (sum(map(len, data)) % 3)  # of five bytes; the rest of a chunk has twelve
+        return _Band(form(b"".join(_chunk(b"IDAT", data))), isal_zlib.adler32(filtered), filtered.size)
 
     return encode
 
