@@ -272,3 +272,13 @@ def test_the_http_path_loses_no_stream() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
     lost = {row[1]: row[5] for row in rows if row[1] in ("mstar", "bare", "offline")}
     assert lost == {"mstar": "0", "bare": "0", "offline": "0"}
+
+
+def test_a_picture_takes_its_whole_way_in_each_row() -> None:
+    words = [sys.executable, str(FOLDER / "picture_path.py"), "--quick", "--at-once", "2", "--rounds", "1"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run.stdout.splitlines() if "│" in line]
+    took = {row[0]: float(row[2]) for row in rows}
+    assert took.keys() == {"http", "offline", "file"}
+    assert all(ms > 0 for ms in took.values())
