@@ -25,7 +25,7 @@ from PIL import Image
 from image.engine import PLUGINS, PROMPT, deployment, rates
 from image.shapes import Shape
 from image.steady import seconds
-from mstar_server.media.encode.images import base64_bytes, encode_image
+from mstar_server.media.encode.images import image_text
 
 __all__ = ["Clients", "encoding_seconds", "http"]
 
@@ -72,10 +72,11 @@ class Clients:
 
 
 def encoding_seconds(answer: bytes, rounds: int) -> float:
-    """How long the picture of *answer* takes to become what it is there, alone in this process: a file, as text."""
+    """How long the picture of *answer* takes to become what it is there, alone in this process, whose idle threads help
+    as the server's do: a file, as text."""
     file = base64.b64decode(json.loads(answer)["data"][0]["b64_json"])
     pixels = np.asarray(Image.open(io.BytesIO(file)))
-    return seconds(lambda: base64_bytes(encode_image(pixels, "png")), torch.device("cpu"), rounds)
+    return seconds(lambda: image_text(pixels, "png"), torch.device("cpu"), rounds)
 
 
 def http(shape: Shape, folder: Path, at_once: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:

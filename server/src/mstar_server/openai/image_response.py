@@ -1,7 +1,8 @@
 """Pictures as OpenAI's clients expect them: whole, or as events of a stream with looks at them in between.
 
-A picture's file takes milliseconds to seconds. Each is made in a thread from when the picture is there, beside
-the others' and while the worker goes on, with its text.
+A picture's file takes milliseconds to seconds. Each is made in a thread, and its text with it, from when the picture is
+there, beside the others' and while the worker goes on. An answer stays in the parts that its files were made in: for
+megabytes in one place each answer would be given new memory, which takes as long as the file.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import msgspec
 
 from mstar.spec.processor import Delta, FramesDelta, ProgressDelta
 from mstar_server.errors import request_cancelled
-from mstar_server.media.encode.images import base64_bytes, encode_image
+from mstar_server.media.encode.images import image_text
 from mstar_server.openai.image_request import ImageRequest
-from mstar_server.pieces import PiecesResponse
 from mstar_server.protocols import Answer
 from mstar_server.sse import named_event
 
@@ -40,16 +40,16 @@ class _Form:
         quality = body.output_compression
         return cls(body.output_format or "png", 100 if quality is None else quality)
 
-    def encode(self, pixels: Any) -> bytes:
-        """The file, as base64."""
-        return base64_bytes(encode_image(pixels, self.format, self.quality))
+    def encode(self, pixels: Any) -> list[bytes]:
+        """The file as base64, in parts."""
+        return image_text(pixels, self.format, self.quality)
 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A picture of an answer: its file, as base64, and its size as ``WIDTHxHEIGHT``."""
+    """A picture of an answer: its file as base64, in parts, and its size as ``WIDTHxHEIGHT``."""
 
-    text: bytes
+    text: list[bytes]
     size: str
 
 
@@ -73,28 +73,25 @@ class ImageFiles:
         return ImageFile(self._form.encode(pixels), _size(pixels))
 
 
-def images_response(
-    body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]
-) -> PiecesResponse:
-    """The whole answer: the pictures of all *answers*, in their order.
+def images_response(body: ImageRequest, answers: Sequence[Answer], files: Sequence[Sequence[ImageFile]]) -> list[bytes]:
+    """The whole answer, in parts: the pictures of all *answers*, in their order.
 
     :raises RequestError: 499: the request was cancelled before any of them was made.
     """
     made = [file for mine in files for file in mine]
     if not made:
         raise _none(answers)
-    facts = {
-        "created": int(time.time()),
+    after = {
         "background": "opaque",
         "output_format": _Form.of(body).format,
         "quality": body.quality if body.quality in ("low", "medium", "high") else "medium",
         "size": made[-1].size,
         "usage": _usage(answers),
     }
-    pieces = [_encode(facts)[:-1] + b',"data":[']
+    parts = [b'{"created":%d,"data":' % int(time.time())]
     for number, file in enumerate(made):
-        pieces += (b',{"b64_json":"' if number else b'{"b64_json":"', file.text, b'"}')
-    return PiecesResponse([*pieces, b"]}"], "application/json")
+        parts += [b"," if number else b"[", b'{"b64_json":"', *file.text, b'"}']
+    return [*parts, b"],", _encode(after)[1:]]
 
 
 class ImageEvents:
@@ -153,7 +150,7 @@ class ImageEvents:
         kind = f"{self._kind}.{what}"
         event = {
             "type": kind,
-            "b64_json": msgspec.Raw(b'"%b"' % self._form.encode(pixels)),
+            "b64_json": msgspec.Raw(b"".join((b'"', *self._form.encode(pixels), b'"'))),
             "created_at": int(time.time()),
             "size": _size(pixels),
             "quality": self._body.quality or "auto",

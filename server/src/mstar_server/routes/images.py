@@ -20,6 +20,7 @@ from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, im
 from mstar_server.openai.image_response import ImageEvents, ImageFiles, images_response
 from mstar_server.openai.text_answers import check_room, read
 from mstar_server.openapi import answers, body_of
+from mstar_server.parts import PartsResponse
 from mstar_server.protocols import Service
 from mstar_server.sse import EventStream, named_event
 from mstar_server.state import ServerState
@@ -75,7 +76,7 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
 
 async def _whole(service: Service, tasks: Sequence[Task], name: str, body: ImageRequest) -> Response:
     answers, files = await read(service, tasks, name, ImageFiles(body).read, samples=1)
-    return images_response(body, answers, files)
+    return PartsResponse(images_response(body, answers, files), "application/json")
 
 
 async def _events(merged: Merged, events: ImageEvents, keepalive_s: float) -> AsyncGenerator[bytes, None]:

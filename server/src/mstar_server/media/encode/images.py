@@ -10,9 +10,9 @@ import numpy as np
 import pybase64
 from PIL import Image as Pillow
 
-from mstar_server.media.encode.png import encode_png
+from mstar_server.media.encode.png import png_parts
 
-__all__ = ["IMAGE_TYPES", "base64_bytes", "base64_text", "encode_image", "png"]
+__all__ = ["IMAGE_TYPES", "base64_text", "encode_image", "image_text", "png"]
 
 IMAGE_TYPES: Mapping[str, str] = {"png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 """Format → its media type."""
@@ -23,8 +23,17 @@ def encode_image(pixels: Any, name: str, quality: int = 90) -> bytes:
 
     :param name: a key of :data:`IMAGE_TYPES`. :param quality: 0…100, of WebP and JPEG; 100 makes WebP lossless.
     """
+    return png(pixels) if name == "png" else _by_pillow(pixels, name, quality)
+
+
+def image_text(pixels: Any, name: str, quality: int = 90) -> list[bytes]:
+    """:func:`encode_image` as base64, in the parts that it is made in."""
     if name == "png":
-        return png(pixels)
+        return png_parts(pixels, pybase64.b64encode)
+    return [pybase64.b64encode(_by_pillow(pixels, name, quality))]
+
+
+def _by_pillow(pixels: Any, name: str, quality: int) -> bytes:
     image, out = Pillow.fromarray(np.ascontiguousarray(pixels)), io.BytesIO()
     if name == "webp":
         image.save(out, "WEBP", quality=quality, lossless=quality == 100)
@@ -39,11 +48,7 @@ def encode_image(pixels: Any, name: str, quality: int = 90) -> bytes:
 
 def png(pixels: Any) -> bytes:
     """uint8 ``[H, W, 3]`` → a PNG file."""
-    return encode_png(pixels)
-
-
-def base64_bytes(data: bytes) -> bytes:
-    return pybase64.b64encode(data)
+    return b"".join(png_parts(pixels))
 
 
 def base64_text(data: bytes) -> str:
