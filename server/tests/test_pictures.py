@@ -76,3 +76,11 @@ async def test_the_list_of_models_says_which_sizes_the_server_takes(kit: Any, ow
     canvas = Canvas(Sizes(multiple=16, max_pixels=own))
     async with kit.client(kit.Service(abilities=("image",), canvas=canvas), max_pixels=8000) as client:
         assert (await client.get("/v1/models/tiny")).json()["canvas"]["sizes"]["max_pixels"] == said
+
+
+async def test_the_size_that_is_named_for_what_is_none_can_be_made(kit: Any, painting: Any) -> None:
+    async with kit.client(painting([]), max_pixels=8000) as client:
+        refused = await client.post(ROUTE, json={"model": "tiny", "prompt": "a bird", "size": "large"})
+    assert refused.status_code == 400
+    width, height = map(int, refused.json()["error"]["message"].rpartition(" ")[2].split("x"))
+    assert 0 < width * height <= 8000

@@ -183,7 +183,7 @@ def picture_size(text: str | None, canvas: Canvas | None, options: ServerOptions
     sizes = Sizes() if canvas is None else canvas.sizes
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        width, height = sizes.nearest((1024, 1024))
+        width, height = (sizes.within(options.max_pixels) or sizes).nearest((1024, 1024))
         message = f"'size' must be WIDTHxHEIGHT or auto, got {text[:40]!r}; a valid value is {width}x{height}"
         raise RequestError(message, param="size")
     width, height = int(match[1]), int(match[2])
