@@ -84,6 +84,17 @@ def test_a_name_that_is_none_of_them_is_told_the_nearest(placed: Run, tmp_path: 
     assert fault["message"] == "'apart' is no layout of 'toy-chat'; its package has none"
 
 
+def test_the_empty_name_is_none_of_them_and_does_not_stand_for_the_file_s(placed: Run, tmp_path: Path) -> None:
+    file = deployment(tmp_path, "layout: apart\n")
+    (fault,) = facts(placed, "placed", "--config", file, "--layout", "")["faults"]
+    assert (fault["file"], fault["message"]) == (
+        "options given",
+        "'' is no layout of 'placed'; known: apart, gone, wrong",
+    )
+    status, _, err = placed("run", "placed", "hi", "--config", file, "--layout", "")
+    assert (status, err.strip()) == (1, f"options given: layout: {fault['message']}")
+
+
 def test_they_are_listed(placed: Run) -> None:
     assert json.loads(placed("models", "placed", "--json")[1])["layouts"]["apart"] == "placed:apart.yaml"
     assert "--layout NAME" in placed("models", "placed")[1]

@@ -405,6 +405,25 @@ async def test_a_session_goes_on_in_its_copy() -> None:
         assert sorted(copy["sessions"] for copy in status["copies"]) == [0, 1]
 
 
+async def test_a_session_whose_copy_died_begins_anew_in_another() -> None:
+    async with running("mini_rollout", replicas=2) as ranks:
+        example = ranks.mini.example(random.Random(1))
+
+        async def ask(name: str) -> Any:
+            prepared = ranks.processor.prepare(task_for(ranks.spec, example, live=()), name)
+            prepared.request.session = "kept"
+            ranks.executor.submit(prepared.request)
+            return await ranks.end(name)
+
+        assert isinstance(await ask("one"), Done)
+        copies = ranks.executor._copies
+        (home,) = [copy for copy in copies if (await copy.executor.status())["sessions"]]
+        os.kill(home.executor.pid, signal.SIGKILL)
+        await ranks.until(lambda: home.executor.phase.name == "starting")
+        assert isinstance(await ask("two"), Done)
+        assert home.executor.phase.name != "ready"  # it was not waited for
+
+
 async def test_moves_of_all_copies_are_counted() -> None:
     async with running("mini_chat", placement={"lm": {"prefill": 1, "decode": 0}}, replicas=2) as ranks:
         example = ranks.mini.example(random.Random(4))

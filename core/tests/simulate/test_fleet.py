@@ -75,6 +75,7 @@ def test_an_encoder_comes_before_the_prompt() -> None:
     [
         (Asked(0.0, 400, 1), "a replica has 20"),
         (Asked(0.0, 200, 150), "longer than the context of 300"),
+        (Asked(0.0, 1, 10**12), "a request of 1000000000000 tokens is too long to be played: 10,000,000 at most"),
         (Asked(0.0, 1, 1, before=(("vit", 1),)), "'vit' costs; it knows encoder, llm"),
     ],
 )

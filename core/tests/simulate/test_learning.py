@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -71,6 +72,50 @@ def test_files_of_results_that_are_none(tmp_path: Path) -> None:
         read_results(path, "lama")
 
 
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("decode", {"batch": "8"}, "decode, row 1: 'batch' is '8'; it must be a whole number from 1 to 10,000,000"),
+        ("decode", {"context": None}, "decode, row 1: 'context' is None; it must be a number, 0 or more"),
+        ("decode", {"step_s": 0}, "decode, row 1: 'step_s' is 0; it must be a number of seconds, more than 0"),
+        ("decode", {"step_s": math.nan}, "decode, row 1: 'step_s' is nan"),
+        ("prefill", {"tokens": 0}, "prefill, row 1: 'tokens' is 0"),
+        ("prefill", {"seconds": True}, "prefill, row 1: 'seconds' is True"),
+        ("load", {"streams": -1}, "load, row 1: 'streams' is -1"),
+    ],
+)
+def test_a_number_of_results_that_is_none_is_named(
+    tmp_path: Path, part: str, change: dict[str, object], words: str
+) -> None:
+    rows = {
+        "decode": {"batch": 8, "context": 100, "step_s": 0.1},
+        "prefill": {"tokens": 100, "seconds": 0.1},
+        "load": {"streams": 2, "prompt": 10, "prompts_s": 0.1},
+    }
+    path = tmp_path / "r.json"
+
+    def write(rows: dict[str, dict[str, object]]) -> None:
+        path.write_text(json.dumps({"shapes": {"a": {name: {"rows": [row]} for name, row in rows.items()}}}))
+
+    write(rows)
+    assert len(read_results(path).samples) == 3
+    write({**rows, part: {**rows[part], **change}})
+    with pytest.raises(SetupError, match=words):
+        read_results(path)
+    kept = {name: value for name, value in rows[part].items() if name not in change}
+    write({**rows, part: kept})
+    with pytest.raises(SetupError, match=r"is missing|has 2 measurements"):
+        read_results(path)
+
+
+@pytest.mark.parametrize("found", ["[]", '"x"', "null"])
+def test_a_shape_that_is_no_mapping_has_no_measurements(tmp_path: Path, found: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(f'{{"shapes": {{"a": {found}}}, "environment": []}}')
+    with pytest.raises(SetupError, match="a has 0 measurements"):
+        read_results(path)
+
+
 def test_a_profile_comes_back_and_faults_are_named(tmp_path: Path) -> None:
     profile = Profile(model="m", costs={"llm": {"step": 0.1}}, max_step_tokens=64, kv_tokens=1000)
     path = tmp_path / "p.json"
@@ -82,6 +127,9 @@ def test_a_profile_comes_back_and_faults_are_named(tmp_path: Path) -> None:
         ({"costs": {"llm": {"steps": 1}}}, "no part 'steps'"),
         ({"costs": {}}, "'llm' is missing"),
         ({"replicas": 3}, "replicas"),
+        ({"costs": {"llm": {"step": 1e308}}}, "'step' of a step's cost is 1e\\+308: it must be .* from 0 to 1e\\+06"),
+        ({"request_s": 1e308}, "request_s: Input should be less than or equal to 1000000"),
+        ({"error": {"median": math.nan}}, "error.median: Input should be a finite number"),
     ):
         path.write_text(json.dumps(written | change))
         with pytest.raises(SetupError, match=words):
@@ -98,6 +146,7 @@ def test_a_load_comes_back_and_faults_are_named(tmp_path: Path) -> None:
     assert read_load(path) == load
     for line, words in (
         ("", "no request"),
+        ("[" * 100_000, ":1: maximum recursion depth"),
         ("{", ":1: "),
         ("[]", "an object"),
         ('{"at": 1, "prompt": 2}', "'output' is missing"),
@@ -105,6 +154,7 @@ def test_a_load_comes_back_and_faults_are_named(tmp_path: Path) -> None:
         ('{"at": 1, "prompt": 0, "output": 1}', "'prompt' must be"),
         ('{"at": 1, "prompt": 1, "output": 1, "limt": 3}', "did you mean 'limit'"),
         ('{"at": 1, "prompt": 1, "output": 1, "before": ["vit"]}', "list of pairs"),
+        (f'{{"at": 1, "prompt": 1, "output": 1, "before": [["vit", {10**400}]]}}', "list of pairs"),
         ('{"at": 1, "prompt": 1, "output": 1, "tenant": 3}', "'tenant' is a text"),
     ):
         path.write_text(line)

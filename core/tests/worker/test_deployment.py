@@ -31,6 +31,54 @@ def test_a_steps_tokens_follow_the_device_unless_they_are_said(registry: Registr
 
 
 @pytest.mark.parametrize(
+    ("later", "ranks"),
+    [
+        ({"prefill": 1, "decode": 0}, {1, 0}),  # a place for each walk, which a mesh cannot be beside
+        ({"walks": {"prefill": 1, "decode": 0}}, {1, 0}),
+        ({"tp": 2}, {0, 1, 2, 3}),
+        ({"ranks": [0, 1], "tp": 2}, {0, 1}),
+        (0, {0}),
+        ({}, {0, 1, 2, 3}),
+        (None, {0, 1, 2, 3}),
+    ],
+)
+def test_a_place_in_another_form_stands_instead_of_the_layout_s(later: Any, ranks: set[int]) -> None:
+    layout = {"placement": {"llm": {"ranks": [0, 1, 2, 3], "tp": 4}, "encoder": 0}}
+    placement = merge_deployment("mini_chat", layout, {"placement": {"llm": later}}).placement
+    assert {rank for seat in placement["llm"].seats for rank in seat.ranks} == ranks
+    assert placement["encoder"].ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("later", "places"),
+    [
+        ({"prefill": 2}, {"prefill": (2,), "decode": (0,)}),
+        ({}, {"prefill": (1,), "decode": (0,)}),
+        (None, {"prefill": (1,), "decode": (0,)}),
+        ({"ranks": [0, 1], "tp": 2}, {}),
+    ],
+)
+def test_places_for_walks_are_merged_and_a_mesh_stands_instead_of_them(later: Any, places: dict[str, Any]) -> None:
+    layout = {"placement": {"llm": {"prefill": 1, "decode": 0}}}
+    place = merge_deployment("mini_chat", layout, {"placement": {"llm": later}}).placement["llm"]
+    assert {walk: where.ranks for walk, where in place.walks.items()} == places
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"placement": {"llm": {"ranks": 1, "tp": 2}}}, r"placement\.llm\.ranks: this must be a list \(got 1\)"),
+        ({"placement": ["llm"]}, r"placement: this must be a mapping \(key: value\) \(got \['llm'\]\)"),
+        ({"engine": 3}, r"engine: this must be a mapping \(key: value\) \(got 3\)"),
+        ({"rank_devices": 0}, r"rank_devices: this must be a list \(got 0\)"),
+    ],
+)
+def test_a_key_of_another_kind_is_refused_in_the_file_s_words(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        merge_deployment("mini_chat", values)
+
+
+@pytest.mark.parametrize(
     ("kv", "said"),
     [
         ({"token": 5}, r"kv\.token: unknown key; did you mean 'tokens'"),

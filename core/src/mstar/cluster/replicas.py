@@ -53,7 +53,7 @@ class ReplicasExecutor(Executor):
         for number in range(config.deployment.replicas):
             copy = _Copy()
             own = msgspec.structs.replace(config, replica=number)
-            copy.executor = make(own, partial(self._take, copy), self._phase_changed)
+            copy.executor = make(own, partial(self._take, copy), partial(self._phase_of, copy))
             self._copies.append(copy)
 
     async def start(self) -> None:
@@ -124,7 +124,15 @@ class ReplicasExecutor(Executor):
         self.sink(events)
 
     # --- phases -------------------------------------------------------------------------------------------------------
-    def _phase_changed(self, _: Phase | None = None) -> None:
+    def _phase_of(self, copy: _Copy, phase: Phase) -> None:
+        """*copy* has come to *phase*. One that starts again has lost its sessions: they begin anew wherever there is
+        room, and do not wait for it."""
+        if phase.name == "starting" and self._started:
+            for name in [name for name, at in self._sessions.items() if at is copy]:
+                del self._sessions[name]
+        self._phase_changed()
+
+    def _phase_changed(self) -> None:
         """All copies must be ready for the start; after it, one is enough."""
         phases = [copy.executor.phase for copy in self._copies]
         ready = sum(phase.name == "ready" for phase in phases)

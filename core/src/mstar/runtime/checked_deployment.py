@@ -52,7 +52,7 @@ def read_deployment(checked: Checked, config: Path | None, layout: str | None = 
         written = file_deployment(spec, config)
     except DeploymentError as error:
         written = Written(faults=error.faults)
-    named = layout or written.values.get("layout")
+    named = written.values.get("layout") if layout is None else layout
     own = "options given" if layout is not None else str(config)
     faults = [Fault(str(config), path, message) for path, message in written.faults]
     try:

@@ -78,7 +78,8 @@ def merged_deployment(
     :raises SetupError: the file or a value is not as it must be.
     """
     packaged, written = packaged_deployment(spec), file_deployment(spec, config)
-    layout = overrides.get("layout") or written.values.get("layout")
+    layout = overrides.get("layout")
+    layout = written.values.get("layout") if layout is None else layout
     places = _places(config, {packaged_name(spec): packaged}, written, overrides)
     try:
         placed = packaged_layout(spec, layout)

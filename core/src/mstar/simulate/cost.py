@@ -10,16 +10,17 @@ of ``KNOTS`` may cost more. No part is negative. Such sums are fitted by non-neg
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mstar.spec.errors import SetupError
 
-__all__ = ["KNOTS", "Fit", "Sample", "StepCost", "StepShape", "check_can_learn", "fit"]
+__all__ = ["KNOTS", "LONGEST_S", "Fit", "Sample", "StepCost", "StepShape", "check_can_learn", "fit"]
 
 KNOTS = (16, 64, 256, 1024)
 """Tokens of a step from which on one more may cost more."""
+LONGEST_S = 1e6
+"""Of a part of a step, in seconds. Sums of what is endless, or nearly, are no times."""
 _PARTS = ("step", "row", "token", *(f"token_over_{knot}" for knot in KNOTS), "context", "pair")
 
 
@@ -48,7 +49,7 @@ class StepCost:
     """Seconds of each part (``step``, ``row``, ``token``, ``token_over_16`` …, ``context``, ``pair``); what is left out
     is 0.
 
-    :raises SetupError: a part is unknown or negative.
+    :raises SetupError: a part is unknown, negative or beyond :data:`LONGEST_S`.
     """
 
     parts: Mapping[str, float]
@@ -58,8 +59,10 @@ class StepCost:
         for name, value in self.parts.items():
             if name not in _PARTS:
                 raise SetupError(f"a step's cost has no part {name!r}; it has {', '.join(_PARTS)}")
-            if not 0 <= value < math.inf:
-                raise SetupError(f"{name!r} of a step's cost is {value}: it must be a number of seconds, 0 or more")
+            if not 0 <= value <= LONGEST_S:
+                raise SetupError(
+                    f"{name!r} of a step's cost is {value}: it must be a number of seconds, from 0 to {LONGEST_S:.0e}"
+                )
         object.__setattr__(self, "_vector", tuple(self.parts.get(name, 0.0) for name in _PARTS))
 
     def seconds(self, shape: StepShape) -> float:

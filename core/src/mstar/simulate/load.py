@@ -11,7 +11,11 @@ from pathlib import Path
 
 from mstar.spec.errors import SetupError, nearest
 
-__all__ = ["Asked", "drawn", "read_load", "write_load"]
+__all__ = ["MOST_TOKENS", "Asked", "drawn", "read_load", "write_load"]
+
+
+MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer: each token of an answer is a step to play."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ _EXAMPLE = '{"at": 0.5, "prompt": 300, "output": 100}'
 def _asked(line: str, where: str) -> Asked:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SetupError(f"{where}: {error}") from None
     if not isinstance(found, dict):
         raise SetupError(f"{where}: an object is expected, as in {_EXAMPLE}")
@@ -125,7 +129,7 @@ def _before(steps: object, where: str) -> tuple[tuple[str, int], ...]:
     pairs = []
     for step in steps if isinstance(steps, list) else [steps]:
         match step:
-            case [str() as group, int() as tokens] if tokens >= 1:
+            case [str() as group, int() as tokens] if 1 <= tokens <= MOST_TOKENS:
                 pairs.append((group, tokens))
             case _:
                 raise SetupError(f"{where}: 'before' is a list of pairs such as ['encoder', 1500], not {steps!r}")

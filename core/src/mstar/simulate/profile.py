@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mstar.simulate.cost import StepCost
+from mstar.simulate.cost import LONGEST_S, StepCost
 from mstar.spec.deployment import SchedulerOptions
 from mstar.spec.errors import SetupError
 
@@ -16,7 +16,7 @@ __all__ = ["Profile", "read_profile", "write_profile"]
 class Profile(BaseModel):
     """One replica of a model, whatever number of devices it takes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field(description="The model's key.")
     device: str = Field("", description="Where its steps were measured.")
@@ -25,7 +25,7 @@ class Profile(BaseModel):
         description="Seconds of the parts of a step, by the step's group: `llm` for the loop, others for what comes "
         "before it."
     )
-    request_s: float = Field(0.0, ge=0, description="What a request takes beside its steps, in seconds.")
+    request_s: float = Field(0.0, ge=0, le=LONGEST_S, description="What a request takes beside its steps, in seconds.")
     max_step_tokens: int = Field(ge=1)
     max_step_rows: int = Field(256, ge=1)
     max_mixed_rows: int | None = Field(None, ge=0, description="As `scheduler.max_mixed_rows`; none: no limit.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from mstar.scheduler.base import Batch, Item, Ticket
 from mstar.scheduler.default import DefaultScheduler
 from mstar.simulate.cost import StepShape
-from mstar.simulate.load import Asked
+from mstar.simulate.load import MOST_TOKENS, Asked
 from mstar.simulate.profile import Profile
 from mstar.spec.errors import SetupError, TooBusy
 
@@ -60,6 +60,8 @@ class Replica:
 
     def check(self, asked: Asked) -> None:
         """Raise :class:`SetupError` if *asked* could never run here."""
+        if (longest := max(asked.prompt, asked.output)) > MOST_TOKENS:
+            raise SetupError(f"a request of {longest} tokens is too long to be played: {MOST_TOKENS:,} at most")
         most, pages = self.profile.max_context, self._pages(asked)
         if most is not None and asked.reserved > most:
             raise SetupError(f"a request of {asked.reserved} tokens is longer than the context of {most}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ class Results:
     known: Mapping[str, float]
 
 
+_MOST = 10_000_000
+"""Of rows, tokens and steps."""
+
+
 def read_results(path: Path, shape: str | None = None) -> Results:
     """What *path* says.
 
@@ -33,7 +38,7 @@ def read_results(path: Path, shape: str | None = None) -> Results:
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise SetupError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SetupError(f"{path} is no JSON: {error}") from None
     shapes = found.get("shapes") if isinstance(found, dict) else None
     if not isinstance(shapes, dict) or not shapes:
@@ -43,52 +48,100 @@ def read_results(path: Path, shape: str | None = None) -> Results:
     name = shape or next(iter(shapes))
     if name not in shapes:
         raise SetupError(f"{path} has no shape {name!r}{nearest(name, shapes)}")
-    samples = [*_decodes(shapes[name]), *_prompts(shapes[name])]
+    measured = _Measured(f"{path}: {name}", shapes[name] if isinstance(shapes[name], dict) else {})
+    samples = [*_decodes(measured), *_prompts(measured)]
     if len(samples) < 3:
         raise SetupError(f"{path}: {name} has {len(samples)} measurements of steps; at least three are needed")
-    gpus = found.get("environment", {}).get("gpu") or [""]
-    return Results(name, str(gpus[0]), samples, _known(shapes[name]))
+    return Results(name, _device(found.get("environment")), samples, _known(measured))
 
 
-def _known(shape: Mapping[str, Any]) -> dict[str, float]:
+class _Measured:
+    """A part of the file, whose numbers are looked at as they are taken. *where*: how errors call it."""
+
+    def __init__(self, where: str, values: Mapping[str, Any]):
+        self._where, self._values = where, values
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._values.get(key, default))
+
+    def part(self, key: str) -> _Measured:
+        """The mapping *key*; an empty one where there is none."""
+        part = self._values.get(key)
+        return _Measured(f"{self._where}: {key}", part if isinstance(part, dict) else {})
+
+    def rows(self, key: str) -> Iterator[_Measured]:
+        """The mappings in the list *key*, if there is one."""
+        rows = self._values.get(key)
+        for number, row in enumerate(rows if isinstance(rows, list) else [], 1):
+            if isinstance(row, dict):
+                yield _Measured(f"{self._where}, row {number}", row)
+
+    def seconds(self, key: str) -> float:
+        """How long something took."""
+        return self._number(key, "a number of seconds, more than 0", lambda value: 0 < value < math.inf)
+
+    def amount(self, key: str) -> float:
+        """0 or more of something."""
+        return self._number(key, "a number, 0 or more", lambda value: 0 <= value < math.inf)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """How many there were of something; *default*: where that is not said."""
+        if default is not None and key not in self:
+            return default
+        return int(
+            self._number(
+                key, f"a whole number from 1 to {_MOST:,}", lambda value: 1 <= value <= _MOST and value == int(value)
+            )
+        )
+
+    def _number(self, key: str, wanted: str, fits: Callable[[float], bool]) -> float:
+        value = self._values.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not fits(value):
+            said = f"is {value!r}" if key in self._values else "is missing"
+            raise SetupError(f"{self._where}: {key!r} {said}; it must be {wanted}")
+        return value
+
+
+def _device(environment: Any) -> str:
+    """What was measured on, as far as the file says it."""
+    gpus = environment.get("gpu") if isinstance(environment, dict) else None
+    return str(gpus[0]) if isinstance(gpus, list) and gpus else ""
+
+
+def _known(shape: _Measured) -> dict[str, float]:
     """The context of all measured steps is the same for each row, so what it costs is not to be learned from them: its
     keys and values are read at the speed of a copy, as the benchmark measured it."""
-    floors = shape.get("floors")
-    if not isinstance(floors, dict) or not floors.get("copy_bytes_per_s") or "kv_bytes_per_token" not in floors:
+    floors = shape.part("floors")
+    if "copy_bytes_per_s" not in floors or "kv_bytes_per_token" not in floors:
         return {}
-    return {"context": float(floors["kv_bytes_per_token"]) / float(floors["copy_bytes_per_s"])}
+    speed = floors.amount("copy_bytes_per_s")
+    return {"context": floors.amount("kv_bytes_per_token") / speed} if speed else {}
 
 
-def _rows(part: Any) -> list[Mapping[str, Any]]:
-    rows = part.get("rows") if isinstance(part, dict) else None
-    return [row for row in rows or [] if isinstance(row, dict)]
+def _decodes(shape: _Measured) -> Iterator[Sample]:
+    rows = [*shape.part("decode").rows("rows")]
+    for row in rows or shape.part("summary").rows("decode"):
+        if row.text("mode", "greedy") == "greedy" and "step_s" in row:
+            batch, context = row.count("batch"), row.amount("context") if rows else 0.0
+            yield Sample(row.seconds("step_s"), [StepShape(batch, batch, round(batch * context))])
 
 
-def _decodes(shape: Mapping[str, Any]) -> Iterator[Sample]:
-    for row in _rows(shape.get("decode")) or [{**row, "context": 0} for row in _listed(shape)]:
-        if row.get("mode", "greedy") == "greedy" and "step_s" in row:
-            batch = int(row["batch"])
-            yield Sample(float(row["step_s"]), [StepShape(batch, batch, round(batch * float(row["context"])))])
-
-
-def _listed(shape: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    summary = shape.get("summary")
-    return list(summary.get("decode", [])) if isinstance(summary, dict) else []
-
-
-def _prompts(shape: Mapping[str, Any]) -> Iterator[Sample]:
-    for row in _rows(shape.get("prefill")):
-        tokens, steps = int(row["tokens"]), max(1, int(row.get("steps", 1)))
+def _prompts(shape: _Measured) -> Iterator[Sample]:
+    for row in shape.part("prefill").rows("rows"):
+        tokens, steps = row.count("tokens"), row.count("steps", 1)
         each = -(-tokens // steps)
         shapes = [
             StepShape(1, min(each, tokens - at), min(at + each, tokens), min(each, tokens - at) * (at + each / 2))
             for at in range(0, tokens, each)
         ]
-        yield Sample(float(row["seconds"]), shapes)
-    for row in _rows(shape.get("load")):
-        streams, prompt = int(row["streams"]), int(row["prompt"])
+        yield Sample(row.seconds("seconds"), shapes)
+    for row in shape.part("load").rows("rows"):
+        streams, prompt = row.count("streams"), row.count("prompt")
         if "prompts_s" in row:
             yield Sample(
-                float(row["prompts_s"]),
+                row.seconds("prompts_s"),
                 [StepShape(1, prompt, prompt, prompt * (prompt + 1) / 2) for _ in range(streams)],
             )

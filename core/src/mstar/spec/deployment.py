@@ -10,13 +10,16 @@ from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from mstar.spec.errors import DeploymentError, counted, nearest
-from mstar.spec.placement import NodePlacement, Placed, ranks_of
+from mstar.spec.placement import NodePlacement, Placed, ranks_of, same_form
 
 __all__ = ["Deployment", "EngineOptions", "RayOptions", "SchedulerOptions", "merge_deployment"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _OPTIONS = frozenset({"knobs", "kwargs", "options", "model_options", "parameters"})
 """Words that people try for ``model_kwargs``."""
+_MAPPING = "this must be a mapping (key: value)"
+_WORDS = {"tuple_type": "this must be a list", "dict_type": _MAPPING, "model_type": _MAPPING}
+"""What pydantic says in Python's words."""
 
 
 class _Section(BaseModel):
@@ -266,7 +269,7 @@ def merge_deployment(
     """
     merged: dict[str, Any] = {"model": model}
     for layer in layers:
-        _merge(merged, layer or {})
+        _merge(_without_other_forms(merged, layer or {}), layer or {})
     try:
         return Deployment.model_validate(merged)
     except ValidationError as error:
@@ -274,6 +277,16 @@ def merge_deployment(
         known = options if isinstance(options, dict) else {}
         faults = [_fault(e, known, frozenset(knobs)) for e in error.errors(include_url=False)]
         raise DeploymentError(faults) from None
+
+
+def _without_other_forms(merged: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+    """*merged* without the places that *layer* gives in another form: a place for each walk stands instead of a mesh,
+    and a mesh instead of it, not beside."""
+    before, after = merged.get("placement"), layer.get("placement")
+    if isinstance(before, dict) and isinstance(after, dict):
+        kept = {node: place for node, place in before.items() if same_form(place, after.get(node) or place)}
+        merged["placement"] = kept
+    return merged
 
 
 def _merge(into: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -291,7 +304,7 @@ def _fault(error: Any, options: Mapping[str, Any], knobs: frozenset[str]) -> tup
     if error["type"] == "value_error":
         return path, error["msg"].removeprefix("Value error, ")
     if error["type"] != "extra_forbidden":
-        return path, f"{error['msg']} (got {error['input']!r})"
+        return path, f"{_WORDS.get(error['type'], error['msg'])} (got {error['input']!r})"
     if path in options:
         return path, f"unknown key; did you mean 'model_kwargs: {{{path}: …}}'?"
     if path in _OPTIONS:

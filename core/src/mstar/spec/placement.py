@@ -32,6 +32,7 @@ __all__ = [
     "layout_of",
     "placement_faults",
     "ranks_of",
+    "same_form",
     "users_of",
 ]
 
@@ -119,6 +120,19 @@ def _spelled_out(value: Any) -> Any:
     if isinstance(value, Mapping) and value and not NodePlacement.model_fields.keys() & value.keys():
         return {"walks": value}
     return value
+
+
+def same_form(one: Any, other: Any) -> bool:
+    """Whether two places of a node, as they are written, can be merged key by key: both by walk, or neither."""
+    return _by_walk(one) == _by_walk(other)
+
+
+def _by_walk(place: Any) -> bool:
+    return (
+        isinstance(place, Mapping)
+        and bool(place)
+        and not place.keys() & (NodePlacement.model_fields.keys() - {"walks"})
+    )
 
 
 Placed = Annotated[NodePlacement, BeforeValidator(_spelled_out)]
