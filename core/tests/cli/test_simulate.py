@@ -91,6 +91,7 @@ def test_results_of_a_benchmark_become_a_profile(mstar: Run, tmp_path: Path) -> 
     [
         (("run", "PROFILE"), "--rate PER_S draws one"),
         (("run", "PROFILE", "--rate", "1", "--load", "l"), "leave --rate out"),
+        (("run", "PROFILE", "--load", "l", "--prompt", "5", "--requests", "2"), "leave --requests, --prompt out"),
         (("run", "PROFILE", "--rate", "1", "--router", "lest"), "did you mean 'least'"),
         (("run", "PROFILE", "--rate", "1", "--prompt", "5000"), "a replica has 50"),
         (("run", "PROFILE", "--rate", "1", "--spread", "9"), "from 0 to 3"),

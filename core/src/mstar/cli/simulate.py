@@ -53,13 +53,12 @@ def _arguments(parser: Parser) -> None:
     )
     parser.add_argument("--load", type=Path, metavar="FILE", help="run: requests, a JSON object a line")
     parser.add_argument("--rate", type=_rate, metavar="PER_S", help="run, without a file: requests that come a second")
-    parser.add_argument("--requests", type=_requests, default=1000, metavar="N", help="run: how many (default: 1000)")
-    parser.add_argument("--prompt", type=positive, default=512, metavar="TOKENS", help="run: default: 512")
-    parser.add_argument("--output", type=positive, default=128, metavar="TOKENS", help="run: default: 128")
+    parser.add_argument("--requests", type=_requests, metavar="N", help="run: how many (default: 1000)")
+    parser.add_argument("--prompt", type=positive, metavar="TOKENS", help="run: default: 512")
+    parser.add_argument("--output", type=positive, metavar="TOKENS", help="run: default: 128")
     parser.add_argument(
         "--spread",
         type=_spread,
-        default=0.0,
         metavar="SIGMA",
         help="run: how much lengths differ, as the deviation of their logarithms (default: 0, not at all)",
     )
@@ -72,6 +71,8 @@ def _arguments(parser: Parser) -> None:
     with_json(parser)
 
 
+_DRAWN = {"requests": 1000, "prompt": 512, "output": 128, "spread": 0.0}
+"""What requests are drawn with where it is not said."""
 _CHANGES = {
     "max_concurrent_requests": "requests that a replica runs at once, in the profile's place",
     "max_step_tokens": "tokens of a step, likewise",
@@ -105,15 +106,16 @@ def _simulate(arguments: argparse.Namespace, context: Context) -> None:
 def _load(arguments: argparse.Namespace) -> Sequence[Asked]:
     from mstar.simulate.load import drawn, read_load
 
+    given = {name: value for name in ("rate", *_DRAWN) if (value := getattr(arguments, name)) is not None}
     if arguments.load is not None:
-        if arguments.rate is not None:
-            raise SetupError("--load says when requests come: leave --rate out")
+        if given:
+            options = ", ".join(f"--{name}" for name in given)
+            raise SetupError(f"--load says which requests come, and when: leave {options} out")
         return read_load(arguments.load)
     if arguments.rate is None:
         raise SetupError("mstar simulate run: which load? --rate PER_S draws one, --load FILE reads one")
-    return drawn(
-        arguments.rate, arguments.requests, arguments.prompt, arguments.output, arguments.spread, arguments.seed
-    )
+    count, prompt, output, spread = ({**_DRAWN, **given}[name] for name in _DRAWN)
+    return drawn(arguments.rate, count, prompt, output, spread, arguments.seed)
 
 
 def _changed(profile: Profile, arguments: argparse.Namespace) -> Profile:
