@@ -220,6 +220,17 @@ async def test_what_a_processor_says_of_parts_is_said_of_files(kit, streaming, p
     assert (reply.status_code, error["param"], error["message"]) == (400, named, message.replace(param, named))
 
 
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize(("param", "named"), [("steps", "model_kwargs.steps"), ("text", "text"), ("stop", "stop")])
+async def test_what_a_processor_says_of_a_knob_is_said_of_its_place(kit, streaming, param, named):
+    service = kit.Service()
+    service.refuse = RequestError(f"{param!r}: too long a story", param=param)
+    async with kit.client(service) as client:
+        reply = await client.post("/generate", data={"text": "x", "streaming": streaming})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["message"]) == (400, named, f"{param!r}: too long a story")
+
+
 async def test_what_a_worker_says_of_parts_in_the_middle_of_an_answer_is_said_of_files(kit):
     script = (TextDelta("a", (1,)), RequestError("'parts[1]': nobody hears it", param="parts[1]"))
     async with kit.client(kit.Service(script)) as client:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mstar.spec.errors import RequestError
 from mstar.testing.miniatures import MINIATURES, Example
 
 Run = Callable[..., tuple[int, str, str]]
@@ -337,6 +338,22 @@ def test_a_file_of_a_kind_that_the_model_does_not_take_is_refused_before_it_is_l
         sound.writeframes(bytes(800))
     status, _, err = toys("run", "mini_planner", "Hi", "--file", str(file))
     assert (status, err) == (2, f"'--file {file}': the file is audio, which the model does not take; it takes image\n")
+
+
+def test_what_a_processor_says_of_a_part_is_said_of_its_file(
+    toys: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    def refuse(self: Any, task: Any, request_id: str) -> Any:
+        raise RequestError("'parts[1]': too small", param="parts[1]")
+
+    monkeypatch.setattr("mstar.testing.miniatures.processors.DenoiseProcessor.prepare", refuse)
+    files = [tmp_path / name for name in ("a.png", "b.png")]
+    for file in files:
+        Image.new("RGB", (16, 16)).save(file)
+    status, _, err = toys("run", "mini_denoise", "Hi", "--file", str(files[0]), "--file", str(files[1]))
+    assert (status, err.splitlines()[-1]) == (2, f"'--file {files[1]}': too small")
 
 
 def test_a_damaged_file_is_named(toys: Run, tmp_path: Path) -> None:

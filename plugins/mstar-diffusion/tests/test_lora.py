@@ -197,6 +197,7 @@ def test_diffusers_writes_the_configuration_into_the_files_head(tmp_path: Path, 
         ({"lora_alpha": "much"}, "lora_alpha in its configuration should be a number, not 'much'"),
         ({"alpha_pattern": {"to_q": math.nan}}, "alpha_pattern in its configuration should be a number"),
         ({"alpha_pattern": {"(": 3}}, "'(' is no pattern"),
+        ({"alpha_pattern": ["to_q"]}, "alpha_pattern in its configuration should be an object, not ['to_q']"),
     ],
 )
 def test_a_configuration_that_cannot_be_followed_stops_the_start(
@@ -236,6 +237,7 @@ def one(down: tuple[int, ...] = (2, 32), up: tuple[int, ...] = (32, 2)) -> dict[
         ),
         ({**one(), f"{QUERIES}.lora_B.weight": torch.full((32, 2), math.nan)}, "values that are no numbers"),
         ({**one(), f"{QUERIES}.alpha": torch.tensor(math.inf)}, "values that are no numbers"),
+        ({name: tensor * 1e30 for name, tensor in one().items()}, "are too large for their type"),
         ({}, "has no tensors"),
         ({"transformer.x_embedder.bias": torch.ones(3)}, "none of a low-rank adapter"),
         (
@@ -266,6 +268,24 @@ def test_what_has_no_place_stops_the_start(
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
     assert len(str(caught.value)) < 400 + len(str(file)), "names of layers, but not all of them"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_adapters_may_be_of_few_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn(tensor.shape, generator=random).to(dtype) for name, tensor in one().items()}
+    save_file(tensors, tmp_path / "few.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, tmp_path / "many.safetensors")
+    few, many = (read_adapter(tmp_path / f"{name}.safetensors")[QUERIES] for name in ("few", "many"))
+    assert torch.equal(few.delta(torch.device("cpu")), many.delta(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_no_number_stops_the_start_in_few_bits_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = one() | {f"{QUERIES}.lora_B.weight": torch.full((32, 2), math.nan)}
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, tmp_path / "few.safetensors")
+    with pytest.raises(SetupError, match=r"few\.safetensors: lora_B of .* has values that are no numbers"):
+        read_adapter(tmp_path / "few.safetensors")
 
 
 @pytest.fixture

@@ -337,6 +337,31 @@ def test_a_picture_of_no_words_is_refused(registry: Registry, z_image: Path, tex
     assert caught.value.param == "text"
 
 
+@pytest.mark.parametrize(
+    ("parts", "named"), [((painted(48, 64),), "parts[0]"), ((painted(64, 64), painted(64, 576)), "parts[1]")]
+)
+def test_a_picture_that_is_no_reference_is_named_as_it_was_sent(
+    registry: Registry, flux2: Path, parts: tuple[Image, ...], named: str
+) -> None:
+    with pytest.raises(RequestError, match=r"is too (small|long)") as caught:
+        Driver("flux2_klein", registry, flux2).prepare("odd", ask(1, 1, parts=parts))
+    assert caught.value.param == named
+    assert repr(named) in caught.value.message
+
+
+@pytest.mark.parametrize("sides", [{"width": 8192}, {"height": 8192}, {"width": 4096, "height": 4096}])
+def test_too_large_a_picture_is_refused_with_the_sides_that_fit(
+    registry: Registry, z_image: Path, sides: dict[str, int]
+) -> None:
+    driver = Driver("z_image_turbo", registry, z_image)
+    with pytest.raises(RequestError, match=r"'width' [0-9]+ and 'height' [0-9]+$") as caught:
+        driver.prepare("large", Example("a cat", {"num_inference_steps": 1, **sides}))
+    assert caught.value.param in sides, "there is no 'size' where sides are named"
+    words = caught.value.message.split()
+    near = {"width": int(words[-4]), "height": int(words[-1])}
+    assert driver.prepare("near", Example("a cat", {"num_inference_steps": 1, **near})).request.inputs["latent"].size
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 def as_single_file(folder: Path, into: Path) -> None:
     """*folder* with its denoiser in the authors' names, in one file."""

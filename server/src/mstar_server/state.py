@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class ServerState:
         )
         self.voices = VoiceStore(None if folder is None else folder / "voices", options.max_voices)
         self._adapters = {key: adapters(registry, s.spec, options) for key, s in self.services.items()}
+        self._canvases = {key: s.spec.canvas for key, s in self.services.items()}
 
     async def close(self) -> None:
         """Let go of what is open, once no request runs."""
@@ -170,8 +172,16 @@ class ServerState:
         return {key: service for key, service in self.services.items() if not isinstance(service, OnDemand)}
 
     def adapter(self, ability: str, service: Service) -> Any:
-        """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's."""
-        return self._adapters[service.spec.key][ability]
+        """The adapter from an OpenAI route to *service*'s tasks: the family's own, or the server's.
+
+        Its spec's canvas is what this deployment makes, which may be less than the model could, and is known once the
+        service is loaded: else a size would be named that is refused as well.
+        """
+        key, canvas = service.spec.key, service.canvas
+        if self._canvases[key] != canvas:
+            self._adapters[key] = adapters(self.registry, replace(service.spec, canvas=canvas), self.options)
+            self._canvases[key] = canvas
+        return self._adapters[key][ability]
 
 
 def _aliases(aliases: Mapping[str, str], services: Mapping[str, Service]) -> dict[str, str]:

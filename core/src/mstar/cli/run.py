@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
                 _check_folder(arguments.out)
             result, clock = _request(arguments, context, task, out)
     except RequestError as error:
-        fault(str(error))
+        fault(_as_given(str(error), arguments.file))
         return 2 if error.status < 500 else 1
     files = _write_files(result, arguments.key, arguments.out)
     if arguments.json:
@@ -88,6 +88,13 @@ def _run(arguments: argparse.Namespace, context: Context) -> int:
         )
     note(_speed(result, clock))
     return 0
+
+
+def _as_given(message: str, files: Sequence[str]) -> str:
+    """A processor calls what a task brings its ``parts``; they were given as ``--file``."""
+    for number, file in enumerate(files):
+        message = message.replace(f"parts[{number}]", f"--file {file}")
+    return message
 
 
 def _request(arguments: argparse.Namespace, context: Context, task: Task, out: TextIO) -> tuple[Result, _Clock]:

@@ -91,7 +91,10 @@ def fold(module: nn.Module, weightmap: WeightMap, adapters: Sequence[Lora], nati
         file = adapter_file(Path(lora.path))
         targets = model.targets(file, read_layers(file))
         for name, adapter in read_adapter(file).items():
-            targets[name].add(adapter, lora.scale)
+            if not targets[name].add(adapter, lora.scale):
+                raise SetupError(
+                    f"the adapter {file}: with what it adds, weights of {name!r} are too large for their type"
+                )
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class _Target:
             )
         return layer.misfit(sum(shape[0] for shape in shapes), shapes[0][1])
 
-    def add(self, adapter: Adapter, scale: float) -> None:
+    def add(self, adapter: Adapter, scale: float) -> bool:
+        """Whether all weights are numbers yet."""
         delta = adapter.delta(self.rows[0].device) * scale
         if self.swapped:
             delta = torch.cat(delta.chunk(2)[::-1])
@@ -124,6 +128,7 @@ class _Target:
             changes = torch.split(delta, [shape[0] for shape in self.shapes])
             for own, cut, change in zip(self.rows, self.cuts, changes, strict=True):
                 own.copy_(own.float() + (change if cut is None else cut.of(change)))
+            return all(bool(own.isfinite().all()) for own in self.rows)
 
 
 class _Layers:
@@ -179,7 +184,7 @@ def read_adapter(file: Path) -> dict[str, Adapter]:
 def _adapter(file: Path, name: str, layer: Layer, tensors: Mapping[str, Tensor], config: AdapterConfig) -> Adapter:
     found = {part: tensors[key] for part, key in layer.tensors.items()}
     for part, tensor in found.items():
-        if not tensor.isfinite().all():
+        if not tensor.float().isfinite().all():  # of eight bits PyTorch cannot tell itself
             raise SetupError(f"the adapter {file}: {part} of {name!r} has values that are no numbers (NaN or infinity)")
     factor = float(found["alpha"]) / layer.rank if "alpha" in found else config.factor(_unprefixed(name), layer.rank)
     return Adapter(found["lora_A"], found["lora_B"], factor)

@@ -43,7 +43,12 @@ class AdapterConfig:
         found = _head(file) or next((c for name in _FILES if "r" in (c := read_json(file.parent, name))), {})
         if found.get("use_dora"):
             raise SetupError(f"the adapter {file}: its configuration has use_dora, which is not supported")
-        patterns = {name: _number(file, "alpha_pattern", a) for name, a in (found.get("alpha_pattern") or {}).items()}
+        alphas = found.get("alpha_pattern") or {}
+        if not isinstance(alphas, dict):
+            raise SetupError(
+                f"the adapter {file}: alpha_pattern in its configuration should be an object, not {alphas!r}"
+            )
+        patterns = {name: _number(file, "alpha_pattern", a) for name, a in alphas.items()}
         for pattern in patterns:
             try:
                 re.compile(pattern)

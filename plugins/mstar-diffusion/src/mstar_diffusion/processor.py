@@ -74,16 +74,20 @@ class ImageProcessor(Processor, abc.ABC):
         """What the picture shall not show; ``None``: there is no guidance."""
         return None
 
-    def references(self, task: ImageTask) -> list[NDArray[np.uint8]]:
-        """The pictures that the request refers to, as the encoder takes them: uint8 ``[H, W, 3]``."""
+    def references(self, task: ImageTask, names: Sequence[str]) -> list[NDArray[np.uint8]]:
+        """The pictures that the request refers to, as the encoder takes them: uint8 ``[H, W, 3]``.
+
+        :param names: what the request calls each of them.
+        """
         return []
 
     # --- requests -----------------------------------------------------------------------------------------------------
     def prepare(self, task: Task, request_id: str) -> Prepared:
-        field = "text" if isinstance(task, GenerateTask) else "prompt"
+        field, sent = ("text", "parts") if isinstance(task, GenerateTask) else ("prompt", "image")
         task = self._picture_task(task)
         knobs = task.knobs
-        seen = self.references(task)
+        numbered = sent == "parts" or len(task.images) > 1
+        seen = self.references(task, [f"{sent}[{i}]" if numbered else sent for i in range(len(task.images))])
         width, height = self._size(task, seen)
         token = self.vae.factor * self.patch
         rows, columns = height // token, width // token
@@ -153,10 +157,11 @@ class ImageProcessor(Processor, abc.ABC):
             near = replace(SIZES, max_pixels=most).nearest((width, height))
             if asked == (None, None):
                 return near
+            knob = "width" if asked[0] is not None else "height"
             raise RequestError(
-                f"'size': {width}x{height} is {width * height} pixels, and this server makes {most} at most; "
-                f"the nearest valid value is {near[0]}x{near[1]}",
-                param="size",
+                f"{knob!r}: a picture of {width}x{height} is {width * height} pixels, and this server makes {most} at "
+                f"most; the nearest valid one has 'width' {near[0]} and 'height' {near[1]}",
+                param=knob,
             )
         return width, height
 

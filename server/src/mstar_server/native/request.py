@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, 
 from starlette.datastructures import FormData, UploadFile
 
 from mstar.spec.errors import RequestError, nearest
-from mstar.spec.knobs import validate_knobs
+from mstar.spec.knobs import Knobs, validate_knobs
 from mstar.spec.model import ModelSpec, check_wanted
 from mstar.spec.tasks import GenerateTask
 from mstar_server.errors import validation_fault
@@ -29,7 +29,7 @@ __all__ = [
     "GenerateBody",
     "NativeRequest",
     "Upload",
-    "as_files",
+    "as_sent",
     "from_form",
     "from_json",
     "is_name",
@@ -266,12 +266,15 @@ async def with_files(
 
 
 @contextlib.contextmanager
-def as_files() -> Iterator[None]:
-    """A processor calls what a task brings its ``parts``; they came as ``files``, and errors name those."""
+def as_sent(knobs: type[Knobs]) -> Iterator[None]:
+    """A processor calls what a task brings its ``parts``, and *knobs* by their names; they came as ``files`` and in
+    ``model_kwargs``, and errors name those."""
     try:
         yield
     except RequestError as error:
         if error.param is not None and re.match(r"parts\b", error.param):
             error.param = "files" + error.param.removeprefix("parts")
             error.message = re.sub(r"\bparts(?=\[|')", "files", error.message)
+        elif error.param in knobs.model_fields and error.param not in GenerateBody.model_fields:
+            error.param = f"model_kwargs.{error.param}"
         raise

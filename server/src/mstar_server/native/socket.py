@@ -22,7 +22,7 @@ from mstar_server.answers import cancel, start
 from mstar_server.errors import as_request_error, error_event
 from mstar_server.exchange import Exchange, current
 from mstar_server.native.frames import JSON, MSGPACK, Kind
-from mstar_server.native.request import as_files, make_task, with_files
+from mstar_server.native.request import as_sent, make_task, with_files
 from mstar_server.native.response import done_object
 from mstar_server.native.socket_messages import Follow, Opening, parse_follow, parse_opening
 from mstar_server.protocols import Answer
@@ -178,7 +178,7 @@ class Socket:
             sampling = await self.state.sampling(service)
             task = await with_files(task, opening.native, service.spec, self.state.media, sampling)
             # the engine's ids are unique in the server, the client's only on its socket
-            with as_files():
+            with as_sent(service.spec.knobs):
                 answers += await start(service, [task], f"gen-{uuid.uuid4().hex}")
                 feeder = asyncio.create_task(self._feed(answers[0], opening, running))
                 await self._relay(request_id, running, answers[0], feeder)

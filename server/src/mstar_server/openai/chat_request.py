@@ -8,37 +8,19 @@ Reference: OpenAI's API reference of chat completions and the request types of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, StrictBool
 
 from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 from mstar_server.openai.speech_request import VoiceId
-from mstar_server.openai.text_request import TextRequest, Whole
+from mstar_server.openai.text_request import Closed, TextRequest, Whole
 
 __all__ = ["ChatAudio", "ChatMessage", "ChatRequest", "ContentPart"]
 
 
-class _Body(BaseModel):
-    """An object inside the body. It has no fields but its own."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_other_field(cls, value: Any) -> Any:
-        """As ``extra="forbid"``, which the schema shows, but with the nearest field in the error."""
-        for name in value if isinstance(value, Mapping) else ():
-            if name not in cls.model_fields:
-                known = nearest(str(name), cls.model_fields)
-                raise PydanticCustomError("extra_forbidden", "unknown", {"field": str(name), "nearest": known})
-        return value
-
-
-class ContentPart(_Body):
+class ContentPart(Closed):
     """One part of a message's content; which field is used depends on *type*."""
 
     type: Literal["text", "image_url", "input_audio", "file", "refusal", "video_url", "audio_url"]
@@ -53,7 +35,7 @@ class ContentPart(_Body):
     cache_control: Any = Field(None, description="Accepted and ignored.")
 
 
-class ChatAudio(_Body):
+class ChatAudio(Closed):
     """How an answer shall sound."""
 
     voice: str | VoiceId | None = Field(None, description="As on `/v1/audio/speech`, of the model's own voices.")
@@ -65,7 +47,7 @@ class ChatAudio(_Body):
         return None if name == "default" else name
 
 
-class ChatMessage(_Body):
+class ChatMessage(Closed):
     """One turn. What answers carry, of OpenAI's or of other servers and clients, is accepted when it is sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

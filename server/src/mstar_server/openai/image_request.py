@@ -6,8 +6,10 @@ Reference: OpenAI's API reference of images and the request types of its Python 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
@@ -19,7 +21,7 @@ from mstar.spec.tasks import Image, ImageTask, Part
 from mstar_server.media.decoder import Item
 from mstar_server.openai.forms import Uploads, check_prompt
 from mstar_server.openai.knobs import knobs_of
-from mstar_server.openai.text_request import Whole, samples
+from mstar_server.openai.text_request import Closed, Whole, samples
 from mstar_server.options import ServerOptions
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "ImageEditRequest",
     "ImageReference",
     "ImageRequest",
+    "as_sent",
     "image_items",
     "picture_size",
     "reference_item",
@@ -37,10 +40,8 @@ MOST_PARTIAL_IMAGES = 3
 _SIZE = re.compile(r"([0-9]{1,9})[xX×]([0-9]{1,9})")
 
 
-class ImageReference(BaseModel):
+class ImageReference(Closed):
     """An image inside JSON."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     image_url: str | None = Field(None, description="A data URL, or a remote one where the server fetches such.")
     file_id: str | None = Field(None, description="Not supported: this server stores no files.")
@@ -166,13 +167,30 @@ def image_items(body: ImageRequest, uploads: Uploads, spec: ModelSpec) -> dict[s
     return items
 
 
+@contextlib.contextmanager
+def as_sent(items: Mapping[str, Item]) -> Iterator[None]:
+    """A processor calls the pictures of a task ``image``, or ``image[0]``, ``image[1]``…; errors name the fields that
+    *items*, of :func:`image_items`, came in."""
+    try:
+        yield
+    except RequestError as error:
+        named = "image[0]" if error.param == "image" else error.param or ""
+        if named in items and (param := items[named].param) != error.param:
+            error.message = error.message.replace(repr(error.param), repr(param), 1)
+            error.param = param
+        raise
+
+
 def reference_item(value: Any, param: str, kind: Literal["image", "mask"] = "image") -> Item:
     """An upload, a URL or an :class:`ImageReference` as something to decode."""
     if isinstance(value, ImageReference):
-        if value.file_id is not None or value.image_url is None:
+        field = f"{param}.image_url"
+        if value.file_id is not None:
             message = f"'{param}.file_id': this server stores no files; send the image as 'image_url', a data URL"
             raise RequestError(message, param=f"{param}.file_id", code="unsupported_parameter")
-        return Item(kind, value.image_url, f"{param}.image_url")
+        if value.image_url is None:
+            raise RequestError(f"{field!r} is required", param=field, code="missing_required_parameter")
+        return Item(kind, value.image_url, field)
     return Item(kind, value, param)
 
 
@@ -187,8 +205,8 @@ def picture_size(text: str | None, canvas: Canvas | None, options: ServerOptions
         message = f"'size' must be WIDTHxHEIGHT or auto, got {text[:40]!r}; a valid value is {width}x{height}"
         raise RequestError(message, param="size")
     width, height = int(match[1]), int(match[2])
-    if canvas is not None:
-        canvas.check_size((width, height))
+    if canvas is not None and not sizes.has((width, height)):
+        replace(canvas, sizes=sizes.within(options.max_pixels) or sizes).check_size((width, height))
     elif width < 1 or height < 1:
         raise RequestError(f"'size': {width}x{height} has no pixels; the nearest valid value is 1x1", param="size")
     if width * height > options.max_pixels:
@@ -204,7 +222,8 @@ def refuse_unsupported(body: BaseModel, spec: ModelSpec) -> None:
     """Raise for a field that asks for what neither the server nor a knob of *spec*'s model can do."""
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name, None)
-        if value is not None and value not in neutral and name not in spec.knobs.model_fields:
+        sent = name in type(body).model_fields  # else it is an unknown field of this route
+        if sent and value is not None and value not in neutral and name not in spec.knobs.model_fields:
             near = f"; what it takes: {', '.join(map(repr, neutral))}" if neutral else ""
             message = f"{name!r}: {str(value)[:40]!r} is not supported by {spec.key!r}{near}"
             raise RequestError(message, param=name, code="unsupported_parameter")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic_core import PydanticCustomError
 
-from mstar.spec.errors import RequestError
+from mstar.spec.errors import RequestError, nearest
 from mstar.spec.knobs import Knobs
 from mstar.spec.tasks import Task
 from mstar_server.openai.knobs import knobs_of
 from mstar_server.options import ServerOptions
 
 __all__ = [
+    "Closed",
     "Number",
     "StreamOptions",
     "TextRequest",
@@ -33,9 +36,23 @@ Number = Annotated[float, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 
 
-class StreamOptions(BaseModel):
+class Closed(BaseModel):
+    """An object inside the body. It has no fields but its own."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_field(cls, value: Any) -> Any:
+        """As ``extra="forbid"``, which the schema shows, but with the nearest field in the error."""
+        for name in value if isinstance(value, Mapping) else ():
+            if name not in cls.model_fields:
+                known = nearest(str(name), cls.model_fields)
+                raise PydanticCustomError("extra_forbidden", "unknown", {"field": str(name), "nearest": known})
+        return value
+
+
+class StreamOptions(Closed):
     include_usage: StrictBool | None = Field(None, description="End the stream with a chunk that carries the usage.")
     include_obfuscation: StrictBool | None = Field(None, description="Accepted and ignored.")
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mstar.spec.errors import RequestError
+from mstar.spec.knobs import Knobs
 from mstar.spec.processor import Delta, TextDelta
 from mstar.spec.tasks import GenerateTask
 from mstar_server.answers import Merged, begin, cancel, start
@@ -22,7 +23,7 @@ from mstar_server.media.uploads import open_form
 from mstar_server.native.request import (
     GenerateBody,
     NativeRequest,
-    as_files,
+    as_sent,
     from_form,
     from_json,
     make_task,
@@ -55,11 +56,12 @@ async def generate(request: Request) -> Response:
     if native.uploads:
         task = await with_files(task, native, service.spec, state.media, await state.sampling(service))
     request_id = f"gen-{uuid.uuid4().hex}"
-    with as_files():
+    with as_sent(service.spec.knobs):
         if not native.streaming:
             return await _whole(service, task, request_id)
         merged = await begin(service, [task], request_id, state.options.keepalive_s)
-    return EventStream(_lines(merged, state.options.keepalive_s), "application/x-ndjson", merged.close)
+    lines = _lines(merged, service.spec.knobs, state.options.keepalive_s)
+    return EventStream(lines, "application/x-ndjson", merged.close)
 
 
 async def _read(request: Request, options: ServerOptions) -> NativeRequest:
@@ -90,10 +92,10 @@ def _written(answer: Answer, deltas: Sequence[Delta]) -> bytes:
     return msgspec.json.encode(whole_object(answer, deltas))
 
 
-async def _lines(merged: Merged, keepalive_s: float) -> AsyncGenerator[bytes, None]:
+async def _lines(merged: Merged, knobs: type[Knobs], keepalive_s: float) -> AsyncGenerator[bytes, None]:
     counts: Counter[str] = Counter()
     try:
-        with as_files():
+        with as_sent(knobs):
             while not merged.done:
                 batch = await merged.next_batch(keepalive_s)
                 lines = [] if batch else [json_line({"type": "keepalive"})]

@@ -16,7 +16,7 @@ from mstar_server.answers import Merged, begin
 from mstar_server.errors import as_request_error, error_event
 from mstar_server.openai.adapters import check_body
 from mstar_server.openai.forms import read_body
-from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, image_items
+from mstar_server.openai.image_request import ImageEditRequest, ImageRequest, as_sent, image_items
 from mstar_server.openai.image_response import ImageEvents, ImageFiles, images_response
 from mstar_server.openai.text_answers import check_room, read
 from mstar_server.openapi import answers, body_of
@@ -67,9 +67,10 @@ async def _answer(request: Request, cls: type[ImageRequest], files: Sequence[str
         media = dict(zip(items, await state.media.decode(list(items.values())), strict=True))
         tasks = adapter.tasks(body, media)
     name = f"img-{uuid.uuid4().hex}"
-    if not body.stream:
-        return await _whole(service, tasks, name, body)
-    merged = await begin(service, tasks, name, state.options.keepalive_s, samples=1)
+    with as_sent(items):
+        if not body.stream:
+            return await _whole(service, tasks, name, body)
+        merged = await begin(service, tasks, name, state.options.keepalive_s, samples=1)
     events = _events(merged, ImageEvents(kind, body), state.options.keepalive_s)
     return EventStream(events, "text/event-stream", merged.close)
 

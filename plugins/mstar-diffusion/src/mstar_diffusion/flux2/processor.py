@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -32,6 +33,5 @@ class Flux2KleinProcessor(ImageProcessor):
     def mu(self, tokens: int, steps: int) -> float:
         return empirical_shift(tokens, steps)
 
-    def references(self, task: ImageTask) -> list[NDArray[np.uint8]]:
-        many = len(task.images) > 1
-        return [as_reference(p.pixels, f"image[{i}]" if many else "image") for i, p in enumerate(task.images)]
+    def references(self, task: ImageTask, names: Sequence[str]) -> list[NDArray[np.uint8]]:
+        return [as_reference(image.pixels, name) for image, name in zip(task.images, names, strict=True)]
