@@ -1,10 +1,11 @@
 """What a step costs, by what is in it, and how that is learned from measurements. No torch.
 
-A step's time is a sum of what grows with it: a part for every step, for every row, for every token, for every token of
-context that attention reads, and for every pair of tokens that attention of a prompt compares. The part for tokens is
-convex: a step of few tokens is bound by the weights that it reads, one of many by its products, so tokens beyond each
-of ``KNOTS`` may cost more. No part is negative. Such sums are fitted by non-negative least squares of relative errors
-(Lawson and Hanson, "Solving Least Squares Problems", 1974; scipy's implementation).
+A step's time is a sum of what grows with it: a part for every step, one more if it has several tokens (products of
+matrices take other kernels than those of a matrix and a vector), a part for every row, for every token, for every token
+of context that attention reads, and for every pair of tokens that attention of a prompt compares. The part for tokens
+is convex: a step of few tokens is bound by the weights that it reads, one of many by its products, so tokens beyond
+each of ``KNOTS`` may cost more. No part is negative. Such sums are fitted by non-negative least squares of relative
+errors (Lawson and Hanson, "Solving Least Squares Problems", 1974; scipy's implementation).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ KNOTS = (16, 64, 256, 1024)
 """Tokens of a step from which on one more may cost more."""
 LONGEST_S = 1e6
 """Of a part of a step, in seconds. Sums of what is endless, or nearly, are no times."""
-_PARTS = ("step", "row", "token", *(f"token_over_{knot}" for knot in KNOTS), "context", "pair")
+_PARTS = ("step", "several", "row", "token", *(f"token_over_{knot}" for knot in KNOTS), "context", "pair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,14 @@ class StepShape:
     def parts(self) -> tuple[float, ...]:
         """How much there is of each part of the cost."""
         beyond = tuple(float(max(self.tokens - knot, 0)) for knot in KNOTS)
-        return (1.0, float(self.rows), float(self.tokens), *beyond, float(self.context), self.pairs)
+        several = float(self.tokens > 1)
+        return (1.0, several, float(self.rows), float(self.tokens), *beyond, float(self.context), self.pairs)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of each part (``step``, ``row``, ``token``, ``token_over_16`` …, ``context``, ``pair``); what is left out
-    is 0.
+    """Seconds of each part (``step``, ``several``, ``row``, ``token``, ``token_over_16`` …, ``context``, ``pair``);
+    what is left out is 0.
 
     :raises SetupError: a part is unknown, negative or beyond :data:`LONGEST_S`.
     """

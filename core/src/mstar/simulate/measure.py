@@ -71,14 +71,21 @@ def _task(service: Service, text: str, tokens: int) -> Task:
 
 
 async def measure(
-    service: Service, *, longest: int, streams: int, step_tokens: int, tell: Callable[[int, int], None]
+    service: Service,
+    *,
+    longest: int,
+    streams: int,
+    step_tokens: int,
+    tell: Callable[[int, int], None],
+    first_seed: int = 1 << 32,
 ) -> list[Sample]:
     """Times of prompts alone, and of decoding by 1 to *streams* requests at once after a short and a longer prompt.
 
     :param service: started, with nobody else asking. :param longest: most tokens of a prompt.
-    :param step_tokens: most tokens of a step. :param tell: how many loads are done, of how many.
+    :param step_tokens: most tokens of a step. :param tell: how many loads are done, of how many. :param first_seed: of
+        the texts; who measures the same service again gives another, a thousand later, or prompts are in its cache.
     """
-    texts = _Texts()
+    texts = _Texts(first_seed)
     await ask(service, texts.of(16), 4)  # whatever is done once
     per_token = await _chars_per_token(service, texts, longest)
     prompts = [n for n in _PROMPTS if n <= longest] or [longest]
@@ -143,8 +150,8 @@ def random_text(chars: int, seed: int) -> str:
 class _Texts:
     """Texts one after the other."""
 
-    def __init__(self) -> None:
-        self._seed = 1 << 32
+    def __init__(self, first_seed: int) -> None:
+        self._seed = first_seed
 
     def of(self, chars: int) -> str:
         self._seed += 1
