@@ -82,7 +82,7 @@ class OkService:
             inputs=("text", "image", "audio", "video"), outputs=("text",),
         )  # fmt: skip
         self.processor: Any = SimpleNamespace()
-        self.phase, self.limits = Phase(name="ready"), dict[str, Any]()
+        self.phase, self.limits, self.canvas = Phase(name="ready"), dict[str, Any](), None
 
     async def start(self) -> None: ...
 
