@@ -37,7 +37,7 @@ from mstar.spec.tasks import SpeechTask
 LAYOUTS = (None, "codec_apart")
 KV_TOKENS = 65_536
 """Of both layouts: without a size one of them would take what the other needs."""
-APART = 2e-2
+APART = 1e-3
 """Relative, of one seed's sound from both: kernels may be chosen differently."""
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from common import environment, table
 
-from mstar_server.media.encode.png import encode_png
+from mstar_server.media.encode.images import png
 
 SIDE = 1024
 PACKAGES = ("isal", "pillow", "av", "opencv-python-headless", "imagecodecs", "pyoxipng")
@@ -73,7 +73,7 @@ def measure(pictures: Mapping[str, np.ndarray], ways: Mapping[str, Way], rounds:
 
 
 def ways() -> dict[str, Way]:
-    found: dict[str, Way] = {"the server's": encode_png}
+    found: dict[str, Way] = {"the server's": png}
     for level, kind in ((1, "default"), (6, "default"), (1, "huffman")):
         found[f"Pillow {level} {kind}"] = _pillow(level, kind)
     for module, maker in (("av", _av), ("cv2", _cv2), ("imagecodecs", _imagecodecs), ("oxipng", _oxipng)):

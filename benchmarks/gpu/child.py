@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import ROOT
+
 __all__ = ["PARTS", "Job", "failure"]
 
 
@@ -78,8 +80,12 @@ PARTS: Mapping[str, Callable[[Job, dict[str, Any]], dict[str, Any]]] = {
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    text = "".join(traceback.format_exception(error))
-    return {"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": text[-8000:]}
+    """What results say of *error*: with paths from the checkout on, not of the machine."""
+    said, text = (
+        part.replace(f"{ROOT}/", "")
+        for part in (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    )
+    return {"failed": said[:2000], "traceback": text[-8000:]}
 
 
 def device_is_broken(device: str) -> bool:

@@ -101,7 +101,7 @@ def test_files_are_the_same_whoever_helps(monkeypatch):
     pixels, files = photograph(0), set()
     for threads in (0, 1, 3):
         monkeypatch.setattr(png, "HELPERS", Helpers(threads))
-        files.add(png.encode_png(pixels))
+        files.add(encode_image(pixels, "png"))
     assert len(files) == 1
 
 
@@ -110,7 +110,7 @@ def test_many_files_at_once_are_each_right(monkeypatch):
     pictures = [photograph(seed) for seed in range(12)]
     before = threading.active_count()
     with ThreadPoolExecutor(6) as callers:
-        files = list(callers.map(png.encode_png, pictures))
+        files = list(callers.map(lambda pixels: encode_image(pixels, "png"), pictures))
     for pixels, file in zip(pictures, files, strict=True):
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(file))), pixels)
     assert threading.active_count() <= before + 2

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,24 @@ def _arguments(parser: Parser) -> None:
     parser.add_argument(
         "--longest", type=positive, default=2048, metavar="TOKENS", help="measure: most of a prompt (default: 2048)"
     )
-    parser.add_argument("--replicas", type=_replicas, default=1, metavar="N", help="run: how many (default: 1)")
+    parser.add_argument(
+        "--replicas",
+        type=_at_most(100_000, "replicas"),  # each is a scheduler in this process
+        default=1,
+        metavar="N",
+        help="run: how many (default: 1)",
+    )
     parser.add_argument(
         "--router", type=one_of(*_ROUTERS), default="least", metavar="|".join(_ROUTERS), help="run: default: least"
     )
     parser.add_argument("--load", type=Path, metavar="FILE", help="run: requests, a JSON object a line")
     parser.add_argument("--rate", type=_rate, metavar="PER_S", help="run, without a file: requests that come a second")
-    parser.add_argument("--requests", type=_requests, metavar="N", help="run: how many (default: 1000)")
+    parser.add_argument(
+        "--requests",
+        type=_at_most(10_000_000, "requests"),  # all are drawn before the first is played
+        metavar="N",
+        help="run: how many (default: 1000)",
+    )
     parser.add_argument("--prompt", type=positive, metavar="TOKENS", help="run: default: 512")
     parser.add_argument("--output", type=positive, metavar="TOKENS", help="run: default: 128")
     parser.add_argument(
@@ -316,26 +327,14 @@ def _progress(words: str, total: int) -> Iterator[_Bar]:
         yield _Bar(update, total)
 
 
-_MOST_REPLICAS = 100_000
-"""Each is a scheduler in this process."""
+def _at_most(most: int, what: str) -> Callable[[str], int]:
+    def read(value: str) -> int:
+        number = positive(value)
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{number:,} {what} are too many: {most:,} at most")
+        return number
 
-
-def _replicas(value: str) -> int:
-    number = positive(value)
-    if number > _MOST_REPLICAS:
-        raise argparse.ArgumentTypeError(f"{number:,} replicas are too many: {_MOST_REPLICAS:,} at most")
-    return number
-
-
-_MOST_REQUESTS = 10_000_000
-"""All are drawn before the first is played: so many take over a gigabyte."""
-
-
-def _requests(value: str) -> int:
-    number = positive(value)
-    if number > _MOST_REQUESTS:
-        raise argparse.ArgumentTypeError(f"{number:,} requests are too many: {_MOST_REQUESTS:,} at most")
-    return number
+    return read
 
 
 def _rate(value: str) -> float:

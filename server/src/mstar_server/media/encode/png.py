@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mstar_server.media.encode.parallel import HELPERS
 
-__all__ = ["encode_png", "png_parts"]
+__all__ = ["png_parts"]
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOURS = {1: 0, 3: 2, 4: 6}
@@ -52,11 +52,6 @@ class _Band(NamedTuple):
     part: bytes
     adler: int
     length: int
-
-
-def encode_png(pixels: Any) -> bytes:
-    """:func:`png_parts` as one."""
-    return b"".join(png_parts(pixels))
 
 
 def png_parts(pixels: Any, form: Callable[[bytes], bytes] = bytes) -> list[bytes]:
